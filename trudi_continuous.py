@@ -1,0 +1,821 @@
+"""TruDi: trust-region diffusion policies for massively parallel on-policy RL, in one file.
+
+The policy denoises Gaussian noise into an action in N steps, so it can keep several good actions alive where a Gaussian
+must pick one. Its likelihood is intractable, but its chain of N Gaussian steps is not: the entropy gets a lower bound,
+Eq. (12), the change of the policy an upper bound, Eq. (14). Each iteration collects a rollout, computes soft TD(lambda)
+targets once, Eq. (13), (17), (18), fits a categorical critic, and improves the policy through the critic's gradient:
+a state within the KL bound follows the critic, any other is pulled back to the rollout policy, Eq. (19), (20).
+
+    python trudi_continuous.py                                  # CheetahRun-v1; small on a CPU, paper scale on CUDA
+    python trudi_continuous.py --env-id WalkerWalk-v1 --total-timesteps 500000 --seed 2
+    python trudi_continuous.py --env-id my_package:MyEnv-v0     # your own Gymnasium env
+    python trudi_continuous.py --resume runs/FOLDER             # go on where a run stopped
+    python trudi_continuous.py --evaluate runs/FOLDER/best.pt --capture-video
+    python trudi_continuous.py --bench 10                       # steps/s and where the time goes
+
+Departures from the paper: KL samples come from the old policy's chain, kept from the rollout (with samples of the new
+policy the gate never closes), each step's KL in closed form, so never negative; Eq. (18) needs a plus before the
+log-ratio and Eq. (22) an ascent; the network predicts a control u (score = u/2 - x/eta^2) and starts at zero, that is
+at the prior; rewards of envs outside SUITES are normalised; non-finite simulator steps are dropped.
+Shapes: T rollout steps, E envs, B minibatch, O observation, A action, N diffusion steps, K KL samples, H hidden width.
+"""
+
+import csv
+import dataclasses
+import difflib
+import importlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import nn
+
+SCRIPT = Path(__file__).stem
+
+
+@dataclasses.dataclass
+class Args:
+    # experiment
+    env_id: str = "CheetahRun-v1"  # an EnvPool id, a Gymnasium id, or `module:Id` for an env of your own
+    backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for DMC, Gym MuJoCo, Playground ids
+    total_timesteps: int | None = None  # env steps of the whole run (default: 1M on a CPU, 50M on CUDA)
+    seed: int = 1  # of the networks, the noise and the envs
+    device: str = "auto"  # torch device; auto takes CUDA where it is present
+    run_dir: str | None = None  # folder of this run (default: runs/<env>__<script>__<seed>__<time>)
+    resume: str | None = None  # folder of an interrupted run to go on with, under its own settings
+    evaluate: str | None = None  # checkpoint to evaluate with all three samplers instead of training
+    capture_video: bool = False  # write video.gif of one evaluation episode at the end
+    track: bool = False  # log to Weights & Biases too; without it nothing touches the network
+    wandb_project: str = "trudi"  # project name for --track
+    bench: int = 0  # measure this many iterations after a warm-up, print steps/s and time shares, write nothing
+    # sizes; None means: by suite and device, from SUITES and SIZES
+    num_envs: int | None = None  # parallel environments (E)
+    num_steps: int | None = None  # steps that each env takes per iteration (T)
+    num_minibatches: int | None = None  # minibatches per epoch; must divide num_envs * num_steps
+    update_epochs: int | None = None  # passes over each rollout
+    hidden_size: int | None = None  # width of policy and critic (H)
+    # algorithm
+    gamma: float | None = None  # discount factor
+    vmin: float | None = None  # lower end of the critic's range
+    vmax: float | None = None  # upper end of the critic's range
+    alpha_init: float | None = None  # initial entropy temperature
+    normalise_reward: bool | None = None  # scale rewards so that discounted returns have RMS --return-scale
+    return_scale: float = 30.0  # see --normalise-reward, which is on for ids outside SUITES
+    td_lambda: float = 0.95  # trace parameter of the TD(lambda) targets
+    trust_region: Literal["split", "penalty", "none"] = "split"  # Eq. (19) | lambda * KL added | on-policy DIME
+    kl_bound: float = 0.1  # largest trajectory KL to the rollout policy (epsilon)
+    kl_samples: int = 1  # chains of the old policy per state for the KL (K); the first is the rollout's own
+    lambda_init: float = 0.01  # initial multiplier of the KL
+    diffusion_steps: int = 8  # denoising steps per action (N)
+    eta: float = 2.5  # standard deviation of the prior that denoising starts from
+    entropy_target: float = 4.0  # alpha drives `run` to this per action dimension (a bound of -1.665 at eta 2.5)
+    entropy_estimator: Literal["mean", "sampled"] = "mean"  # each step's conditional mean (less noise) or its sample
+    num_bins: int = 151  # bins of the critic's value distribution
+    hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
+    aux_coef: float = 1.0  # weight of the critic's auxiliary loss: predicting the next step's features
+    learning_rate: float = 3e-4  # Adam's step size for policy, critic, alpha and lambda
+    max_grad_norm: float = 0.5  # gradients of policy and critic are clipped to this norm each
+    # evaluation
+    eval_points: int = 20  # evaluations during training, evenly spaced; each one also saves a checkpoint
+    eval_episodes: int = 16  # episodes per evaluation, in envs of their own
+    eval_sampler: Literal["ode", "sde", "best-of-k"] = "ode"  # scaled ODE, the policy itself, best of K by Q
+    eval_score_scale: float = 1.0  # score scale c of the ODE; 0.5 keeps the policy's marginals, larger is greedier
+    eval_best_of: int = 10  # K of the best-of-k sampler
+    # speed
+    torch_threads: int = 1  # CPU threads of torch, and of EnvPool; 1 lets several runs share a machine
+    compile: bool = False  # torch.compile the hot functions
+
+
+SUITES = {  # the paper's table; the entropy bonus is part of the value, so alpha_init must fit the critic's range
+    "DMC": dict(gamma=0.99, vmin=0.0, vmax=150.0, alpha_init=0.01, normalise_reward=False),
+    "humanoid": dict(gamma=0.97, vmin=-10.0, vmax=10.0, alpha_init=0.01, normalise_reward=False),
+    "HumanoidBench": dict(gamma=0.99, vmin=-250.0, vmax=250.0, alpha_init=1.0, normalise_reward=False),
+    "other": dict(gamma=0.99, vmin=-150.0, vmax=150.0, alpha_init=0.01, normalise_reward=True),
+}
+SIZE_NAMES = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden_size")
+SIZES = {"cuda": (50_000_000, 1024, 128, 64, 8, 512), "cpu": (1_000_000, 64, 64, 16, 4, 128)}
+SIZES["cuda", "humanoid"] = (50_000_000, 1024, 128, 16, 8, 512)
+SIZES["cuda", "HumanoidBench"] = (50_000_000, 128, 128, 8, 8, 256)
+SIZES["cpu", "humanoid"] = (1_000_000, 32, 128, 16, 4, 128)  # G1 takes 80 MB per env
+
+
+def stop(sentence, code=2):
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def choose_backend(env_id, backend):
+    """Settle backend and suite, and refuse what cannot be trained, before anything is built."""
+    module, _, name = env_id.rpartition(":")
+    try:
+        envpool = importlib.import_module("envpool")
+        known = set(envpool.list_all_envs())
+    except ImportError:
+        known, hint = set(), "; EnvPool is missing: pip install envpool==1.2.5"
+        if backend == "envpool":
+            stop(f"--backend envpool cannot be used{hint}")
+    spec = envpool.make_spec(env_id) if env_id in known else None
+    family = type(spec).__name__  # such as DmcCheetahEnvSpec
+    if backend == "auto":
+        backend = "envpool" if re.match("Dmc|Gym(?!nasium)|Playground", family) else "gymnasium"
+    try:
+        sys.path.insert(0, os.getcwd())
+        module and importlib.import_module(module)
+        if name not in (known if backend == "envpool" else gym.registry):
+            close = ", ".join(difflib.get_close_matches(name, [*known, *gym.registry], 4, 0.5)) or "none"
+            stop(f"{backend} has no environment {name}; the closest known ones: {close}{'' if known else hint}")
+        space = spec.gymnasium_action_space if backend == "envpool" else gym.make(env_id).action_space
+    except ImportError as e:
+        stop(f"{env_id} needs a module that is not installed: {e}")
+    if not isinstance(space, gym.spaces.Box):
+        stop(f"{env_id} has {type(space).__name__} actions; this script needs continuous ones (Box)")
+    if re.search(r"[GT]1Joystick(Flat|Rough)Terrain", name):
+        return backend, "humanoid"
+    if re.fullmatch(r"(h1|g1)(hand|simplehand|strong|touch)?-\w+-v\d+", name):
+        return backend, "HumanoidBench"
+    return backend, "DMC" if family.startswith("Dmc") and backend == "envpool" else "other"
+
+
+class VecEnv:
+    """The contract: same-step semantics, float32 tensors on `device`, actions in [-1, 1] whatever the env's bounds.
+
+    obs = reset();  obs, reward, terminated, truncated, final_obs = step(action)
+    Where an episode ended, final_obs is its last observation and obs the next one's first; elsewhere they are equal.
+    The actor sees the first `actor_dim` columns, the critic those from `critic_start` on (privileged ones, or all).
+    A non-finite step restarts its env, counts in `nonfinite` and clears `valid`, so that nobody trains on it.
+    """
+
+    def __init__(self, backend, env_id, num_envs, seed, device, threads=1, resets=None, **kwargs):
+        self.backend, self.num_envs, self.device, self.seed = backend, num_envs, device, seed
+        if backend == "envpool":
+            make = importlib.import_module("envpool").make_gymnasium
+            self.env = make(env_id, num_envs=num_envs, seed=seed, num_threads=threads, **kwargs)
+        else:
+            disabled = dict(autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+            self.env = gym.make_vec(env_id, num_envs, "sync", disabled, **kwargs)
+        self.space = self.env.single_action_space
+        low, high = self.space.low.reshape(-1), self.space.high.reshape(-1)
+        bounded, self.action_dim = np.isfinite(low) & np.isfinite(high), len(low)
+        self.centre, self.halfwidth = np.where(bounded, (high + low) / 2, 0), np.where(bounded, (high - low) / 2, 1)
+        self.nonfinite, self.finished = 0, []  # finished: [env, return, length, success] of each ended episode
+        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs)
+        self.resets = np.zeros(num_envs, np.int64)  # a resumed run repeats them, and so gets the same random streams
+        self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
+        while resets is not None and (behind := self.resets < resets).any():
+            self.obs[behind] = self.reset_where(behind)
+
+    def flatten(self, obs):
+        """Array or dict of arrays -> (E, O), privileged observations last."""
+        parts = {k: v.reshape(len(v), -1) for k, v in (obs if isinstance(obs, dict) else {"state": obs}).items()}
+        privileged = [parts.pop("privileged_state")] if "privileged_state" in parts else []
+        self.actor_dim = sum(p.shape[1] for p in parts.values())
+        self.critic_start = self.actor_dim if privileged else 0
+        return np.concatenate([*parts.values(), *privileged], 1, dtype=np.float32)
+
+    def reset_where(self, mask):
+        for _ in range(10):
+            if self.backend == "envpool":  # at once: its own autoreset would put a dummy step into the data
+                obs = self.flatten(self.env.reset(np.flatnonzero(mask).astype(np.int32))[0])
+            else:
+                obs = self.flatten(self.env.reset(seed=self.seed, options=dict(reset_mask=mask))[0])[mask]
+                self.seed = None  # later resets go on with each env's own random stream
+            self.resets[mask] += 1
+            self.episode_return[mask] = self.episode_length[mask] = 0
+            if np.isfinite(obs).all():
+                return obs
+            self.nonfinite += 1
+        stop("the environment keeps resetting to non-finite observations", code=1)
+
+    def tensor(self, x):
+        return torch.tensor(x, dtype=torch.bool if x.dtype == bool else torch.float32, device=self.device)
+
+    def reset(self):
+        self.obs = self.reset_where(np.ones(self.num_envs, bool))
+        return self.tensor(self.obs)
+
+    def step(self, action):
+        action = self.centre + self.halfwidth * action.cpu().numpy().clip(-1, 1)
+        action = action.reshape(self.num_envs, *self.space.shape).astype(self.space.dtype)
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        obs = self.flatten(obs)
+        bad = ~(np.isfinite(obs).all(1) & np.isfinite(reward))
+        if bad.any():
+            self.nonfinite += int(bad.sum())
+            obs, reward = np.where(bad[:, None], self.obs, obs), np.where(bad, 0.0, reward)
+            terminated, truncated = terminated & ~bad, truncated | bad
+        self.episode_return += reward
+        self.episode_length += 1
+        self.obs, final_obs, ended = obs, obs, terminated | truncated
+        if ended.any():
+            success = info.get("success", info.get("is_success", np.full(self.num_envs, np.nan)))
+            stats = np.stack([np.arange(self.num_envs), self.episode_return, self.episode_length, success], 1)
+            self.finished += stats[ended & ~bad].tolist()
+            self.obs = obs.copy()
+            self.obs[ended] = self.reset_where(ended)
+        self.valid = self.tensor(~bad)
+        return tuple(self.tensor(x) for x in (self.obs, reward, terminated, truncated, final_obs))
+
+
+class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can lose it
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("var", torch.ones(dim))
+        self.register_buffer("count", torch.tensor(1e-4))
+
+    def update(self, obs):  # (E, O): Chan's parallel variance
+        var, mean = torch.var_mean(obs, 0, correction=0)
+        delta, total = mean - self.mean, self.count + len(obs)
+        self.var.lerp_(var + delta**2 * self.count / total, len(obs) / total)
+        self.mean.lerp_(mean, len(obs) / total)
+        self.count.copy_(total)
+
+    def forward(self, obs):
+        return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
+
+
+class DiffusionPolicy(nn.Module):
+    """Predicts the control u(x, s, k) of denoising step k; sample_chain turns it into actions."""
+
+    def __init__(self, obs_dim, actor_dim, action_dim, hidden, num_steps, eta):
+        super().__init__()
+        self.actor_dim, self.action_dim, self.num_steps, self.eta = actor_dim, action_dim, num_steps, eta
+        self.normaliser = Normaliser(obs_dim)
+        angles = torch.arange(num_steps)[:, None] * torch.exp(torch.arange(16) * -math.log(10_000) / 16)
+        self.register_buffer("time_features", torch.cat([angles.sin(), angles.cos()], 1), persistent=False)  # (N, 32)
+        self.time_mlp = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+        self.first = nn.Linear(actor_dim + action_dim + 32, hidden)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2))
+        self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, action_dim))
+        nn.init.zeros_(self.out[1].weight)
+        nn.init.zeros_(self.out[1].bias)
+
+    def embed(self, obs):
+        """First layer, split by columns: state and time parts (N, B, H), once per chain, and the weights of x."""
+        weight_obs, weight_x, weight_time = self.first.weight.split([self.actor_dim, self.action_dim, 32], 1)
+        state = F.linear(obs[:, : self.actor_dim], weight_obs, self.first.bias)
+        return F.linear(self.time_mlp(self.time_features), weight_time)[:, None] + state, weight_x.t()
+
+    def control(self, embedded, weight_x, x):
+        z = F.gelu(embedded + x @ weight_x)
+        for block in self.blocks:
+            z = z + F.gelu(block(z))
+        return self.out(z)
+
+
+class Critic(nn.Module):
+    """Q(s, a) as a distribution over bins, with a head that predicts the next step's features (REPPO's critic)."""
+
+    def __init__(self, critic_start, obs_dim, action_dim, hidden, num_bins, vmin, vmax, hl_sigma):
+        super().__init__()
+        width = (vmax - vmin) / (num_bins - 1)
+        self.critic_start, self.sigma = critic_start, hl_sigma * width
+        self.register_buffer("centres", torch.linspace(vmin, vmax, num_bins), persistent=False)
+        edges = torch.linspace(vmin - width / 2, vmax + width / 2, num_bins + 1)
+        self.register_buffer("edges", edges, persistent=False)
+
+        def mlp(inputs, outputs):
+            return nn.Linear(inputs, hidden), nn.LayerNorm(hidden), nn.SiLU(), nn.Linear(hidden, outputs)
+
+        self.encoder = nn.Sequential(*mlp(obs_dim - critic_start + action_dim, hidden))
+        self.head = nn.Sequential(nn.SiLU(), *mlp(hidden, num_bins))
+        self.predictor = nn.Sequential(nn.SiLU(), *mlp(hidden, hidden))
+        with torch.no_grad():  # start at Q = 0, not at the middle of the range
+            self.head[-1].weight *= 0.01
+            self.head[-1].bias.copy_(40 * hl_gauss(torch.zeros(1), edges, self.sigma)[0])
+
+    def features(self, obs, action):
+        return self.encoder(torch.cat([obs[:, self.critic_start :], action], -1))
+
+    def value(self, features):
+        return self.head(features).softmax(-1) @ self.centres
+
+
+class Agent(nn.Module):
+    """All that training changes, in one state_dict: policy with normaliser, critic, duals, reward scale."""
+
+    def __init__(self, envs, args):
+        super().__init__()
+        obs_dim, A, H = envs.obs.shape[1], envs.action_dim, args.hidden_size
+        self.policy = DiffusionPolicy(obs_dim, envs.actor_dim, A, H, args.diffusion_steps, args.eta)
+        self.critic = Critic(envs.critic_start, obs_dim, A, H, args.num_bins, args.vmin, args.vmax, args.hl_sigma)
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha_init)))
+        self.log_lambda = nn.Parameter(torch.tensor(math.log(args.lambda_init)))
+        self.register_buffer("discounted_return", torch.zeros(args.num_envs))
+        self.register_buffer("return_moment", torch.zeros(2))  # sum of its squares, count
+
+    def reward_scale(self, reward, ended, gamma, return_scale):  # (T, E) both
+        """Factor that brings the root mean square of all discounted returns so far to return_scale."""
+        for r, end in zip(reward, ended, strict=True):
+            self.discounted_return.mul_(gamma).add_(r)
+            self.return_moment += torch.stack([self.discounted_return.square().sum(), torch.ones_like(r).sum()])
+            self.discounted_return *= ~end
+        return return_scale / (self.return_moment[0] / self.return_moment[1]).sqrt().clamp(min=1e-8)
+
+
+def step_sizes(N: int) -> list[float]:
+    """Cosine schedule from the prior (k = 0) to the action (k = N - 1); e_k / eta^2 is the paper's beta * delta."""
+    return [(0.999 * math.cos(math.pi / 2 * (1.008 - (N - k) / N) / 1.008) ** 2 + 0.001) / N for k in range(N)]
+
+
+def sample_chain(policy, obs, noise, estimator="mean"):
+    """Denoise from the prior, Eq. (5), (7), and bound the entropy of the result from below, Eq. (12).
+
+    noise (N+1, B, A) -> action (B, A), run (B,), bound (B,), latents x_0..x_{N-1} and controls, (B, N, A) each
+    """
+    A, h, sizes = policy.action_dim, policy.eta**-2, step_sizes(policy.num_steps)
+    e = noise.new_tensor(sizes)[:, None, None]  # (N, 1, 1)
+    embedded, weight_x = policy.embed(obs)
+    pushes = noise[1:] * (2 * e).sqrt()
+    x, latents, controls = policy.eta * noise[0], [], []
+    for k, size in enumerate(sizes):
+        latents.append(x)
+        controls.append(policy.control(embedded[k], weight_x, x))
+        x = pushes[k] + (1 - size * h) * x + size * controls[-1]
+    latents, controls = torch.stack(latents), torch.stack(controls)  # (N, B, A)
+    mean = latents + e * (controls - h * latents)
+    if estimator == "mean":  # E[log noising(x|y) - log denoising(y|x)] given x
+        log_ratio = -e / 4 * (controls - h * (latents + mean)).square() + e * h * (1 - e * h / 2)
+        log_prior = -A * (0.5 * math.log(2 * math.pi * math.e) + math.log(policy.eta))
+    else:  # the same at the sampled y = mean + push, without a division by e
+        g = controls - h * (latents + mean + pushes)
+        log_ratio = -(e / 2).sqrt() * noise[1:] * g - e / 4 * g.square()
+        log_prior = -(0.5 * noise[0].square() + 0.5 * math.log(2 * math.pi) + math.log(policy.eta)).sum(-1)
+    log_jacobian = (2 * (math.log(2) - x - F.softplus(-2 * x))).sum(-1)  # log(1 - tanh^2 x)
+    run = -(log_ratio.sum((0, 2)) + log_jacobian)
+    return x.tanh(), run, -run - log_prior, latents.transpose(0, 1), controls.transpose(0, 1)
+
+
+def trajectory_kl(policy, obs, latents, controls):
+    """Eq. (14) along the old policy's chains: KL of two Gaussians of equal variance, step by step.
+
+    obs (B, O), latents and controls of the old policy (B, K, N, A) -> c(s) (B,)
+    """
+    embedded, weight_x = policy.embed(obs)
+    u = policy.control(embedded.transpose(0, 1)[:, None], weight_x, latents)  # all N steps in one batch
+    weights = latents.new_tensor(step_sizes(policy.num_steps)) / 4
+    return ((u - controls).square().sum(-1) * weights).sum(-1).mean(-1)
+
+
+def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
+    """Eq. (17), (18), all (T, E): value is Q at the true next observation, cut marks an episode's or rollout's end."""
+    targets, following = [], value[-1]
+    for t in reversed(range(len(reward))):
+        trace = torch.where(cut[t], ~terminated[t] * value[t], td_lambda * following + (1 - td_lambda) * value[t])
+        following = reward[t] + gamma * trace
+        targets.append(following)
+    return torch.stack(targets[::-1])
+
+
+def hl_gauss(target, edges, sigma):
+    """Targets (B,) -> the mass that Normal(target, sigma) has in each bin (B, bins), renormalised."""
+    half = (edges[1] - edges[0]) / 2
+    target = target.clamp(edges[0] + half, edges[-1] - half)
+    cdf = torch.erf((edges - target[:, None]) / (sigma * math.sqrt(2)))
+    return (cdf[:, 1:] - cdf[:, :-1]) / (cdf[:, -1:] - cdf[:, :1])
+
+
+def critic_loss(critic, obs, action, target, next_features, weight, aux_coef):
+    """Cross-entropy to the HL-Gauss target, and the auxiliary prediction; weight (B,) sums to one."""
+    features = critic.features(obs, action)
+    log_probs = critic.head(features).log_softmax(-1)
+    fit = -((hl_gauss(target, critic.edges, critic.sigma) * log_probs).sum(-1) * weight).sum()
+    aux = ((critic.predictor(features) - next_features).square().mean(-1) * weight).sum()
+    return fit + aux_coef * aux, fit, aux
+
+
+def actor_loss(agent, obs, latents, controls, noise, weight, args, sparse):
+    """Split objective, Eq. (19): states inside the trust region improve, the others return to the old policy.
+
+    sparse takes gradients only through the branch of each state: the same loss, less work on a CPU; without it shapes
+    are fixed, as a GPU or a compiler wants them. -> loss, c(s), then run, bound and weight of the improving states
+    """
+    with torch.set_grad_enabled(not sparse):
+        kl = back = trajectory_kl(agent.policy, obs, latents, controls)
+    inside, everywhere = kl <= args.kl_bound, torch.ones_like(kl, dtype=torch.bool)
+    modes = dict(split=(inside, ~inside), penalty=(everywhere, everywhere), none=(everywhere, ~everywhere))
+    improve, pull = modes[args.trust_region]
+    improve_weight, pull_weight = weight * improve, weight * pull
+    if sparse:
+        a, b = improve.nonzero()[:, 0], pull.nonzero()[:, 0]
+        back = trajectory_kl(agent.policy, obs[b], latents[b], controls[b])
+        obs, noise, improve_weight, pull_weight = obs[a], noise[:, a], improve_weight[a], pull_weight[b]
+    action, run, bound, _, _ = sample_chain(agent.policy, obs, noise, args.entropy_estimator)
+    q = agent.critic.value(agent.critic.features(obs, action))
+    h = -q - agent.log_alpha.detach().exp() * bound  # Eq. (20)
+    loss = (h * improve_weight).sum() + agent.log_lambda.detach().exp() * (back * pull_weight).sum()
+    return loss, kl.detach(), run.detach(), bound.detach(), improve_weight
+
+
+def dual_loss(agent, run, weight, kl, kl_weight, args):
+    """Eq. (21): alpha grows while `run` is above its target (too little entropy); Eq. (22): lambda while the KL is."""
+    gap = ((args.entropy_target * agent.policy.action_dim - run) * weight).sum()
+    return agent.log_alpha.exp() * gap - agent.log_lambda.exp() * ((kl - args.kl_bound) * kl_weight).sum()
+
+
+def ode_action(policy, obs, x, c):
+    """Probability-flow ODE with score scale c, Eq. (23); x (B, A) is drawn from the prior, to reach every mode."""
+    embedded, weight_x = policy.embed(obs)
+    for k, e in enumerate(step_sizes(policy.num_steps)):
+        x = x + e * ((1 - 2 * c) * x / policy.eta**2 + c * policy.control(embedded[k], weight_x, x))
+    return x.tanh()
+
+
+def gaussian(policy, batch, rng):
+    return torch.randn(policy.num_steps + 1, batch, policy.action_dim, generator=rng, device=rng.device)
+
+
+@torch.no_grad()
+def rollout(agent, envs, obs, args, rng, timer):
+    """Act for T steps; keep the policy's chains, which will define the trust region. -> dict of (T, E, ...), obs"""
+    policy, data = agent.policy, defaultdict(list)
+    for _ in range(args.num_steps):
+        policy.normaliser.update(obs)
+        x = policy.normaliser(obs)  # stored normalised: the old and the new policy see the same input
+        action, _, _, latents, controls = sample_chain(policy, x, gaussian(policy, len(x), rng), args.entropy_estimator)
+        timer.lap("act")
+        obs, reward, terminated, truncated, final_obs = envs.step(action)
+        timer.lap("env")
+        row = dict(obs=x, action=action, latents=latents, controls=controls, reward=reward, terminated=terminated)
+        row |= dict(truncated=truncated, valid=envs.valid, next_obs=policy.normaliser(final_obs))
+        for k, v in row.items():
+            data[k].append(v)
+    return {k: torch.stack(v) for k, v in data.items()}, obs
+
+
+@torch.no_grad()
+def compute_targets(agent, data, args, rng):
+    """Soft TD(lambda) targets, Eq. (13), once per rollout, with its own policy and critic. -> dict of (T * E, ...)"""
+    policy, critic, (T, E) = agent.policy, agent.critic, data["reward"].shape
+    value, bound, features = [], [], []
+    for x in data["next_obs"].flatten(0, 1).split(T * E // args.num_minibatches):
+        action, _, chunk, _, _ = sample_chain(policy, x, gaussian(policy, len(x), rng), args.entropy_estimator)
+        features.append(critic.features(x, action))
+        value.append(critic.value(features[-1]))
+        bound.append(chunk)
+    value, bound = torch.cat(value).view(T, E), torch.cat(bound).view(T, E)
+    reward, terminated, cut = data["reward"], data["terminated"], data["terminated"] | data["truncated"]
+    if args.normalise_reward:
+        reward = reward * agent.reward_scale(reward, cut, args.gamma, args.return_scale)
+    soft_reward = reward + args.gamma * ~terminated * agent.log_alpha.exp() * bound
+    cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
+    cut[-1] = True
+    flat = {k: data[k].flatten(0, 1) for k in ("obs", "action", "latents", "controls", "valid")}
+    flat["target"] = td_lambda_targets(soft_reward, value, terminated, cut, args.gamma, args.td_lambda).flatten()
+    flat["next_features"] = torch.cat(features)
+    chains = [(flat["latents"], flat["controls"])]
+    for _ in range(args.kl_samples - 1):
+        chains.append(sample_chain(policy, flat["obs"], gaussian(policy, T * E, rng))[3:])
+    flat["latents"], flat["controls"] = (torch.stack(x, 1) for x in zip(*chains, strict=True))  # (T * E, K, N, A)
+    return flat
+
+
+def update(agent, optimisers, data, args, rng, timer):
+    """Epochs of minibatches: a critic step, then a step of policy and duals. -> means of the metrics, on the device"""
+    (actor_optimiser, critic_optimiser), policy, critic = optimisers, agent.policy, agent.critic
+    size, history = len(data["target"]), []
+    sparse = rng.device.type == "cpu" and not args.compile
+    for _ in range(args.update_epochs):
+        for index in torch.randperm(size, generator=rng, device=rng.device).split(size // args.num_minibatches):
+            batch = {k: v[index] for k, v in data.items()}
+            obs, weight = batch["obs"], batch["valid"] / batch["valid"].sum().clamp(min=1)  # (B, O), (B,)
+            targets = batch["target"], batch["next_features"]
+            loss, fit, aux = critic_loss(critic, obs, batch["action"], *targets, weight, args.aux_coef)
+            critic_optimiser.zero_grad()
+            loss.backward()
+            critic_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
+            critic_optimiser.step()
+            timer.lap("critic")
+            noise, old = gaussian(policy, len(index), rng), (batch["latents"], batch["controls"])
+            actor, kl, run, bound, inside = actor_loss(agent, obs, *old, noise, weight, args, sparse)
+            loss = actor + dual_loss(agent, run, inside, kl, weight, args)
+            actor_optimiser.zero_grad()
+            loss.backward(inputs=actor_optimiser.param_groups[0]["params"])  # the critic's parameters get no gradient
+            actor_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            actor_optimiser.step()
+            share = inside.sum().clamp(min=1e-6)
+            policy_means = (kl * weight).sum(), share, (run * inside).sum() / share, (bound * inside).sum() / share
+            history.append(torch.stack([fit, aux, critic_norm, actor, actor_norm, *policy_means]).detach())
+            timer.lap("actor")
+    names = "losses/critic losses/auxiliary losses/critic_grad_norm losses/actor losses/actor_grad_norm policy/kl"
+    names = (names + " policy/inside policy/run policy/entropy_bound").split()
+    return dict(zip(names, torch.stack(history).mean(0), strict=True))
+
+
+@torch.no_grad()
+def evaluation_action(agent, obs, sampler, args, rng):
+    policy, critic, x = agent.policy, agent.critic, agent.policy.normaliser(obs)
+    K = args.eval_best_of if sampler == "best-of-k" else 1
+    noise = gaussian(policy, len(x) * K, rng)
+    if sampler == "ode":
+        return ode_action(policy, x, policy.eta * noise[0], args.eval_score_scale)
+    x = x.repeat_interleave(K, 0)
+    action = sample_chain(policy, x, noise)[0]
+    best = critic.value(critic.features(x, action)).view(-1, K).argmax(1)  # (E,)
+    return action.view(len(best), K, -1)[torch.arange(len(best), device=best.device), best]
+
+
+def evaluate(agent, envs, sampler, args, frames=None):
+    """First episode of each env, frozen normaliser, noise of its own. -> return, length and success, (3, E)"""
+    rng, obs, first = torch.Generator(envs.device).manual_seed(args.seed), envs.reset(), {}
+    for _ in range(10_000):  # an env without a time limit is cut here
+        if frames is not None:
+            frames.append(np.asarray(envs.env.render()[0], np.uint8))
+        obs, *_ = envs.step(evaluation_action(agent, obs, sampler, args, rng))
+        first = {env: episode for env, *episode in envs.finished[::-1]} if envs.finished else first
+        if len(first) == envs.num_envs:
+            break
+    envs.finished.clear()
+    running = np.stack([envs.episode_return, envs.episode_length, np.full(envs.num_envs, np.nan)], 1)
+    return np.array([first.get(i, now) for i, now in enumerate(running)]).T
+
+
+def evaluate_samplers(agent, make_envs, args, path):
+    """The three samplers on the same seeds, as a table and as eval.json."""
+    table = {}
+    print(f"\n{args.eval_episodes} episodes each{'return':>14}{'std':>9}{'min':>9}{'max':>9}")
+    for sampler, setting in (("ode", args.eval_score_scale), ("sde", None), ("best-of-k", args.eval_best_of)):
+        x, lengths, success = evaluate(agent, make_envs(), sampler, args)
+        print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}")
+        table[sampler] = dict(mean=x.mean(), std=x.std(), setting=setting, length=lengths.mean(), returns=x.tolist())
+        table[sampler]["success"] = None if np.isnan(success).any() else success.mean()
+    path.write_text(json.dumps(table, indent=1))
+
+
+def record_video(agent, args, path, device):
+    """One episode as a GIF. EnvPool aborts the whole process where there is no OpenGL, so another one tries first."""
+    try:
+        code = f"import envpool; e = envpool.make_gymnasium({args.env_id!r}, num_envs=1, render_mode='rgb_array')"
+        if args.backend == "envpool":
+            subprocess.run([sys.executable, "-c", code + "; e.reset(); e.render()"], check=True, capture_output=True)
+        envs, frames = VecEnv(args.backend, args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
+        evaluate(agent, envs, args.eval_sampler, args, frames)
+        first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:1000:4])
+        first.save(path, save_all=True, append_images=others, duration=50, loop=0)
+        print(f"video: {path}")
+    except Exception as e:  # a video must not cost the user a finished run
+        print(f"no video: {args.backend} cannot render {args.env_id} here ({type(e).__name__}: {e}); try xvfb-run")
+
+
+def load_checkpoint(path):
+    path = path / "checkpoint.pt" if path.is_dir() else path
+    if not path.is_file():
+        stop(f"there is no checkpoint at {path}")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        script, names = saved["script"], set(saved["args"])
+    except Exception as e:
+        stop(f"{path} is damaged or not a checkpoint of ours ({type(e).__name__})")
+    if script != SCRIPT or names != {f.name for f in dataclasses.fields(Args)}:
+        stop(f"{path} was written by {script}.py or by another version of this script")
+    return saved
+
+
+class RunLog:
+    """metrics.csv with a row an iteration, a progress line, curve.png and, on demand, wandb."""
+
+    def __init__(self, run_dir, args, step, total):
+        self.path, self.args, self.total, self.last, self.shown = run_dir / "metrics.csv", args, total, {}, 0.0
+        rows = self.path.read_text().splitlines(True) if step and self.path.exists() else []
+        kept = [r for r in rows[1:] if r.endswith("\n") and int(r.split(",")[0]) <= step]  # later ones will come again
+        self.path.write_text("".join(rows[:1] + kept))
+        if args.track:
+            init = importlib.import_module("wandb").init
+            self.wandb = init(project=args.wandb_project, name=run_dir.name, config=vars(args), dir=str(run_dir))
+
+    def add(self, row):
+        known = {k: v for k, v in row.items() if v is not None and v == v}
+        with self.path.open("a", newline="") as f:
+            writer = csv.DictWriter(f, row)
+            if f.tell() == 0:
+                writer.writeheader()
+            writer.writerow(known)
+        if self.args.track:
+            self.wandb.log(known, step=row["global_step"])
+        self.last |= known
+        step, terminal, now = row["global_step"], sys.stdout.isatty(), time.time()
+        if terminal or now - self.shown > 15 or "eval/return" in known:
+            self.shown, left = now, int((self.total - step) / row["charts/sps"])
+            text = (
+                f"[{'#' * (20 * step // self.total):.<20}] {step:,}/{self.total:,}"
+                f"  return {self.last.get('charts/episode_return', math.nan):.1f}"
+                f"  eval {self.last.get('eval/return', math.nan):.1f}  KL {row['policy/kl']:.3f}/{self.args.kl_bound:g}"
+                f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
+                f"  {row['charts/sps']:,.0f} steps/s  {left // 60}m{left % 60:02d}s left"
+            )
+            print(f"\r{text}\033[K" if terminal else text, end="" if terminal else "\n", flush=True)
+
+    def draw(self):
+        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
+        axis, rows = figure.subplots(), list(csv.DictReader(self.path.open()))
+        for key, style in (("charts/episode_return", "-"), ("eval/return", "o-")):
+            points = [(int(r["global_step"]), float(r[key])) for r in rows if r[key]]
+            axis.plot(*np.array(points).reshape(-1, 2).T, style, ms=4, label=key)
+        axis.set(title=f"{self.args.env_id}, {SCRIPT}, seed {self.args.seed}", xlabel="env steps", ylabel="return")
+        axis.legend(frameon=False)
+        axis.grid(alpha=0.3)
+        figure.savefig(self.path.with_name("curve.png"), dpi=110)
+
+
+class Timer(defaultdict):
+    """Seconds per phase; with sync, as in a bench, each lap waits for the GPU."""
+
+    def lap(self, phase):
+        if self.sync:
+            torch.cuda.synchronize()
+        before, self.now = self.now, time.perf_counter()
+        self[phase] += self.now - before
+
+
+def parse(argv):
+    """Flags; --resume and --evaluate take the checkpoint's settings as defaults. -> args, checkpoint or None"""
+    args = tyro.cli(Args, args=argv, description=__doc__)
+    if not (args.resume or args.evaluate):
+        return args, None
+    saved = load_checkpoint(Path(args.resume or args.evaluate))
+    fresh = dict(resume=None, evaluate=None, bench=0, track=False, capture_video=False, device="auto", compile=False)
+    args = tyro.cli(Args, args=argv, default=Args(**saved["args"] | fresh))
+    free = {*fresh, "total_timesteps", "wandb_project", "torch_threads"}
+    for name, old in saved["args"].items():
+        if name not in free and not name.startswith("eval_") and old != (new := getattr(args, name)):
+            stop(f"the checkpoint was made with {name} {old} and cannot go on with {new}")
+    return args, saved
+
+
+def resolve(args, suite, device):
+    """Fill in what the user left open, say what was chosen and why, refuse what cannot work."""
+    sizes = dict(zip(SIZE_NAMES, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
+    print(f"{args.env_id} by {args.backend}, {args.torch_threads} CPU thread(s); settings not given by flag:")
+    for reason, table in ((f"suite {suite}", SUITES[suite]), (f"device {device}", sizes)):
+        chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
+        args = dataclasses.replace(args, **chosen)
+        print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
+    positive = (
+        "kl_samples diffusion_steps eta alpha_init lambda_init eval_points eval_episodes eval_best_of torch_threads"
+    )
+    wrong = [f"{n} must be positive" for n in (*SIZE_NAMES, *positive.split()) if getattr(args, n) <= 0]
+    if not wrong and (batch := args.num_envs * args.num_steps) % args.num_minibatches:
+        wrong.append(f"num_minibatches {args.num_minibatches} must divide num_envs * num_steps = {batch}")
+    elif not wrong and args.total_timesteps < batch:
+        wrong.append(f"total_timesteps {args.total_timesteps} is less than one iteration of {batch} steps")
+    if wrong or args.vmin >= args.vmax:
+        stop(wrong[0] if wrong else f"vmin {args.vmin} must be below vmax {args.vmax}")
+    return args
+
+
+def main(argv=None):
+    args, saved = parse(argv)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        stop(f"--device {args.device}: torch sees no CUDA device here")
+    torch.set_num_threads(args.torch_threads)
+    args.backend, suite = choose_backend(args.env_id, args.backend)
+    args = resolve(args, suite, device)
+    name = f"{re.sub('[^A-Za-z0-9.-]', '_', args.env_id)}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(args.resume or args.evaluate or args.run_dir or f"runs/{name}")
+    run_dir = run_dir.parent if run_dir.is_file() else run_dir
+    if not saved and not args.bench and (run_dir / "checkpoint.pt").exists():
+        stop(f"{run_dir} already holds a run: use --resume {run_dir} or another --run-dir")
+    try:
+        if not args.bench:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "args.json").touch()
+    except OSError as e:
+        stop(f"cannot write to {run_dir}: {e.strerror}")
+
+    def make_envs(num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, resets=None):  # evaluation's by default
+        return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets)
+
+    torch.manual_seed(args.seed)
+    rng = torch.Generator(device).manual_seed(args.seed)
+    resets = {k: np.array(v) for k, v in saved["resets"].items()} if args.resume else {}
+    envs = make_envs(1 if args.evaluate else args.num_envs, args.seed * 10_007, resets.get("train"))
+    agent = Agent(envs, args).to(device)
+    parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda], [*agent.critic.parameters()]
+    optimisers = [torch.optim.Adam(p, args.learning_rate, fused=True) for p in parameters]
+    step, best, elapsed, signals, clipped = 0, -math.inf, 0.0, [], []
+    if saved:
+        try:
+            agent.load_state_dict(saved["agent"])
+        except RuntimeError:
+            stop(f"the checkpoint does not fit {args.env_id}: its networks have other shapes")
+    if args.evaluate:
+        evaluate_samplers(agent, make_envs, args, run_dir / "eval.json")
+        return record_video(agent, args, run_dir / "video.gif", device) if args.capture_video else None
+    if saved:
+        for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
+        rng.set_state(saved["rng"])
+        step, best, elapsed, envs.nonfinite = (saved[k] for k in ("step", "best", "elapsed", "nonfinite"))
+    if args.compile:  # the one place where functions are compiled
+        for hot in ("sample_chain", "trajectory_kl", "td_lambda_targets", "critic_loss"):
+            globals()[hot] = torch.compile(getattr(globals()[hot], "_torchdynamo_orig_callable", globals()[hot]))
+
+    batch = args.num_envs * args.num_steps
+    iterations = args.bench + 3 if args.bench else args.total_timesteps // batch
+    grid = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}
+    obs, timer = envs.tensor(envs.obs), Timer(float)
+    timer.sync = bool(args.bench) and device.type == "cuda"
+
+    def save(filename):  # written beside and moved into place: a kill at any moment leaves the old file or the new one
+        state = dict(
+            script=SCRIPT, args=vars(args), agent=agent.state_dict(), rng=rng.get_state(), step=step, best=best
+        )
+        state |= dict(optimisers=[o.state_dict() for o in optimisers], elapsed=elapsed, nonfinite=envs.nonfinite)
+        state["resets"] = dict(train=envs.resets.tolist(), eval=eval_envs.resets.tolist())
+        torch.save(state, run_dir / f"{filename}.tmp")
+        os.replace(run_dir / f"{filename}.tmp", run_dir / filename)
+
+    def interrupt(number, _):  # finish the iteration, save, leave; a second signal ends at once
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    if not args.bench:
+        eval_envs, log = make_envs(resets=resets.get("eval")), RunLog(run_dir, args, step, iterations * batch)
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        about = dict(suite=suite, device=str(device), git=git.stdout.strip() or None, python=sys.version.split()[0])
+        about |= {module.__name__: module.__version__ for module in (torch, np, gym)}
+        (run_dir / "args.json").write_text(json.dumps(vars(args) | about, indent=1))
+        print(f"run folder: {run_dir}")
+        save("checkpoint.pt")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, interrupt)
+    for iteration in range(step // batch + 1, iterations + 1):
+        if not args.bench or iteration == 4:  # a bench adds up, after three iterations of warm-up
+            timer.clear()
+        start = timer.now = time.perf_counter()
+        data, obs = rollout(agent, envs, obs, args, rng, timer)
+        data = compute_targets(agent, data, args, rng)
+        timer.lap("targets")
+        metrics = update(agent, optimisers, data, args, rng, timer)
+        if args.bench:
+            continue
+        outside = (data["target"] < args.vmin) | (data["target"] > args.vmax)
+        metrics |= {"losses/target": data["target"].mean(), "losses/clipped_targets": outside.float().mean()}
+        metrics |= {"policy/alpha": agent.log_alpha.exp(), "policy/lambda": agent.log_lambda.exp()}
+        metrics["finite"] = torch.stack([p.isfinite().all() for p in agent.parameters()]).all()
+        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # the only transfer
+        if not metrics.pop("finite"):
+            kept = f"the last good checkpoint is {run_dir / 'checkpoint.pt'}"
+            stop(f"the parameters are not finite any more after step {step + batch}; {kept}", code=1)
+        step, seconds = step + batch, time.perf_counter() - start
+        episodes = np.array(envs.finished).mean(0) if envs.finished else [None] * 4
+        envs.finished.clear()
+        row = {
+            "global_step": step,
+            "time/elapsed": 0.0,
+            "charts/sps": batch / seconds,
+            "charts/nonfinite": envs.nonfinite,
+        }
+        row |= dict(
+            zip(("charts/episode_return", "charts/episode_length", "charts/success"), episodes[1:], strict=True)
+        )
+        row |= dict.fromkeys(("eval/return", "eval/length", "eval/success")) | metrics
+        row |= {f"time/{k}": v for k, v in timer.items()} | {"time/eval": 0.0}
+        if iteration in grid:
+            result = evaluate(agent, eval_envs, args.eval_sampler, args).mean(1).tolist()
+            row |= dict(zip(("eval/return", "eval/length", "eval/success"), result, strict=True))
+            row["time/eval"] = time.perf_counter() - start - seconds
+        row["time/elapsed"] = elapsed = elapsed + seconds + row["time/eval"]
+        log.add(row)
+        clipped.append(metrics["losses/clipped_targets"])
+        if len(clipped) % 50 == 0 and (share := np.mean(clipped[-50:])) > 0.05:
+            print(
+                f"\nwarning: {share:.0%} of the last targets were clipped to [{args.vmin:g}, {args.vmax:g}]: widen it"
+            )
+        if iteration in grid and row["eval/return"] > best:
+            best = row["eval/return"]
+            save("best.pt")
+        if iteration in grid or signals:
+            save("checkpoint.pt")
+            log.draw()
+        if signals:
+            print(f"\nstopped by {signal.Signals(signals[0]).name}; go on with --resume {run_dir}")
+            raise SystemExit(128 + signals[0])
+
+    if args.bench:
+        print(f"{args.bench * batch / sum(timer.values()):.0f} steps/s")
+        for phase, seconds in timer.items():
+            print(f"  {phase:<10}{seconds / args.bench * 1000:>9.1f} ms{seconds / sum(timer.values()):>8.1%}")
+        return
+    evaluate_samplers(agent, make_envs, args, run_dir / "eval.json")
+    if args.capture_video:
+        record_video(agent, args, run_dir / "video.gif", device)
+    print(f"done; {run_dir} holds curve.png, metrics.csv, eval.json, checkpoint.pt, best.pt (eval return {best:.1f})")
+
+
+if __name__ == "__main__":
+    main()
