@@ -7,7 +7,6 @@ targets once, Eq. (13), (17), (18), fits a categorical critic, and improves the 
 a state within the KL bound follows the critic, any other is pulled back to the rollout policy, Eq. (19), (20).
 
     python trudi_continuous.py                                  # CheetahRun-v1; small on a CPU, paper scale on CUDA
-    python trudi_continuous.py --env-id WalkerWalk-v1 --total-timesteps 500000 --seed 2
     python trudi_continuous.py --env-id my_package:MyEnv-v0     # your own Gymnasium env
     python trudi_continuous.py --resume runs/FOLDER             # go on where a run stopped
     python trudi_continuous.py --evaluate runs/FOLDER/best.pt --capture-video
@@ -58,8 +57,7 @@ class Args:
     resume: str | None = None  # folder of an interrupted run to go on with, under its own settings
     evaluate: str | None = None  # checkpoint to evaluate with all three samplers instead of training
     capture_video: bool = False  # write video.gif of one evaluation episode at the end
-    track: bool = False  # log to Weights & Biases too; without it nothing touches the network
-    wandb_project: str = "trudi"  # project name for --track
+    track: bool = False  # log to Weights & Biases too (WANDB_* variables apply); else nothing touches the network
     bench: int = 0  # measure this many iterations after a warm-up, print steps/s and time shares, write nothing
     # sizes; None means: by suite and device, from SUITES and SIZES
     num_envs: int | None = None  # parallel environments (E)
@@ -119,40 +117,34 @@ def stop(sentence, code=2):
 
 def choose_backend(env_id, backend):
     """Settle backend and suite, and refuse what cannot be trained, before anything is built."""
-    module, _, name = env_id.rpartition(":")
     try:
         envpool = importlib.import_module("envpool")
-        known = set(envpool.list_all_envs())
+        known, hint = envpool.list_all_envs(), ""
     except ImportError:
-        known, hint = set(), "; EnvPool is missing: pip install envpool==1.2.5"
-        if backend == "envpool":
-            stop(f"--backend envpool cannot be used{hint}")
+        known, hint = [], " (EnvPool is missing: pip install envpool==1.2.5)"
     spec = envpool.make_spec(env_id) if env_id in known else None
     family = type(spec).__name__  # such as DmcCheetahEnvSpec
     if backend == "auto":
         backend = "envpool" if re.match("Dmc|Gym(?!nasium)|Playground", family) else "gymnasium"
     try:
-        sys.path.insert(0, os.getcwd())
-        module and importlib.import_module(module)
-        if name not in (known if backend == "envpool" else gym.registry):
-            close = ", ".join(difflib.get_close_matches(name, [*known, *gym.registry], 4, 0.5)) or "none"
-            stop(f"{backend} has no environment {name}; the closest known ones: {close}{'' if known else hint}")
+        sys.path.insert(0, os.getcwd())  # for the user's own module:Id
         space = spec.gymnasium_action_space if backend == "envpool" else gym.make(env_id).action_space
-    except ImportError as e:
-        stop(f"{env_id} needs a module that is not installed: {e}")
+    except Exception as e:  # unknown to EnvPool or Gymnasium, or a missing package
+        reason = str(e).rstrip(".") if backend == "gymnasium" else f"EnvPool has no {env_id}"
+        close = ", ".join(difflib.get_close_matches(env_id, {*known, *gym.registry}, 4)) or "none"
+        stop(f"cannot make {env_id}: {reason}{hint}; the closest known ids: {close}")
     if not isinstance(space, gym.spaces.Box):
         stop(f"{env_id} has {type(space).__name__} actions; this script needs continuous ones (Box)")
-    if re.search(r"[GT]1Joystick(Flat|Rough)Terrain", name):
+    if re.search(r"[GT]1Joystick(Flat|Rough)Terrain", env_id):
         return backend, "humanoid"
-    if re.fullmatch(r"(h1|g1)(hand|simplehand|strong|touch)?-\w+-v\d+", name):
+    if re.search(r"(^|:)(h1|g1)(hand|simplehand|strong|touch)?-\w+-v\d+$", env_id):
         return backend, "HumanoidBench"
     return backend, "DMC" if family.startswith("Dmc") and backend == "envpool" else "other"
 
 
 class VecEnv:
-    """The contract: same-step semantics, float32 tensors on `device`, actions in [-1, 1] whatever the env's bounds.
+    """One contract for all backends: obs, reward, terminated, truncated, final_obs = step(action in [-1, 1])
 
-    obs = reset();  obs, reward, terminated, truncated, final_obs = step(action)
     Where an episode ended, final_obs is its last observation and obs the next one's first; elsewhere they are equal.
     The actor sees the first `actor_dim` columns, the critic those from `critic_start` on (privileged ones, or all).
     A non-finite step restarts its env, counts in `nonfinite` and clears `valid`, so that nobody trains on it.
@@ -167,9 +159,8 @@ class VecEnv:
             disabled = dict(autoreset_mode=gym.vector.AutoresetMode.DISABLED)
             self.env = gym.make_vec(env_id, num_envs, "sync", disabled, **kwargs)
         self.space = self.env.single_action_space
-        low, high = self.space.low.reshape(-1), self.space.high.reshape(-1)
-        bounded, self.action_dim = np.isfinite(low) & np.isfinite(high), len(low)
-        self.centre, self.halfwidth = np.where(bounded, (high + low) / 2, 0), np.where(bounded, (high - low) / 2, 1)
+        low, high = (np.nan_to_num(x.reshape(-1), posinf=1, neginf=-1) for x in (self.space.low, self.space.high))
+        self.centre, self.halfwidth, self.action_dim = (high + low) / 2, (high - low) / 2, len(low)
         self.nonfinite, self.finished = 0, []  # finished: [env, return, length, success] of each ended episode
         self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs)
         self.resets = np.zeros(num_envs, np.int64)  # a resumed run repeats them, and so gets the same random streams
@@ -199,12 +190,12 @@ class VecEnv:
             self.nonfinite += 1
         stop("the environment keeps resetting to non-finite observations", code=1)
 
-    def tensor(self, x):
-        return torch.tensor(x, dtype=torch.bool if x.dtype == bool else torch.float32, device=self.device)
-
     def reset(self):
         self.obs = self.reset_where(np.ones(self.num_envs, bool))
         return self.tensor(self.obs)
+
+    def tensor(self, x):
+        return torch.tensor(x, dtype=torch.bool if x.dtype == bool else torch.float32, device=self.device)
 
     def step(self, action):
         action = self.centre + self.halfwidth * action.cpu().numpy().clip(-1, 1)
@@ -218,15 +209,13 @@ class VecEnv:
             terminated, truncated = terminated & ~bad, truncated | bad
         self.episode_return += reward
         self.episode_length += 1
-        self.obs, final_obs, ended = obs, obs, terminated | truncated
+        self.obs, ended, self.valid = obs.copy(), terminated | truncated, self.tensor(~bad)
         if ended.any():
             success = info.get("success", info.get("is_success", np.full(self.num_envs, np.nan)))
             stats = np.stack([np.arange(self.num_envs), self.episode_return, self.episode_length, success], 1)
             self.finished += stats[ended & ~bad].tolist()
-            self.obs = obs.copy()
             self.obs[ended] = self.reset_where(ended)
-        self.valid = self.tensor(~bad)
-        return tuple(self.tensor(x) for x in (self.obs, reward, terminated, truncated, final_obs))
+        return tuple(self.tensor(x) for x in (self.obs, reward, terminated, truncated, obs))
 
 
 class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can lose it
@@ -283,9 +272,8 @@ class Critic(nn.Module):
         super().__init__()
         width = (vmax - vmin) / (num_bins - 1)
         self.critic_start, self.sigma = critic_start, hl_sigma * width
-        self.register_buffer("centres", torch.linspace(vmin, vmax, num_bins), persistent=False)
-        edges = torch.linspace(vmin - width / 2, vmax + width / 2, num_bins + 1)
-        self.register_buffer("edges", edges, persistent=False)
+        self.register_buffer("centres", torch.linspace(vmin, vmax, num_bins), False)
+        self.register_buffer("edges", torch.linspace(vmin - width / 2, vmax + width / 2, num_bins + 1), False)
 
         def mlp(inputs, outputs):
             return nn.Linear(inputs, hidden), nn.LayerNorm(hidden), nn.SiLU(), nn.Linear(hidden, outputs)
@@ -295,7 +283,7 @@ class Critic(nn.Module):
         self.predictor = nn.Sequential(nn.SiLU(), *mlp(hidden, hidden))
         with torch.no_grad():  # start at Q = 0, not at the middle of the range
             self.head[-1].weight *= 0.01
-            self.head[-1].bias.copy_(40 * hl_gauss(torch.zeros(1), edges, self.sigma)[0])
+            self.head[-1].bias.copy_(40 * hl_gauss(torch.zeros(1), self.edges, self.sigma)[0])
 
     def features(self, obs, action):
         return self.encoder(torch.cat([obs[:, self.critic_start :], action], -1))
@@ -332,10 +320,8 @@ def step_sizes(N: int) -> list[float]:
 
 
 def sample_chain(policy, obs, noise, estimator="mean"):
-    """Denoise from the prior, Eq. (5), (7), and bound the entropy of the result from below, Eq. (12).
-
-    noise (N+1, B, A) -> action (B, A), run (B,), bound (B,), latents x_0..x_{N-1} and controls, (B, N, A) each
-    """
+    """Denoise from the prior, Eq. (5), (7); bound the entropy of the result from below, Eq. (12). noise (N+1, B, A)
+    -> action (B, A), run (B,), bound (B,), latents x_0..x_{N-1} and controls, (B, N, A) each"""
     A, h, sizes = policy.action_dim, policy.eta**-2, step_sizes(policy.num_steps)
     e = noise.new_tensor(sizes)[:, None, None]  # (N, 1, 1)
     embedded, weight_x = policy.embed(obs)
@@ -360,10 +346,7 @@ def sample_chain(policy, obs, noise, estimator="mean"):
 
 
 def trajectory_kl(policy, obs, latents, controls):
-    """Eq. (14) along the old policy's chains: KL of two Gaussians of equal variance, step by step.
-
-    obs (B, O), latents and controls of the old policy (B, K, N, A) -> c(s) (B,)
-    """
+    """Eq. (14): KL of two Gaussians of equal variance, step by step along chains of the old policy (B, K, N, A) -> (B,)"""
     embedded, weight_x = policy.embed(obs)
     u = policy.control(embedded.transpose(0, 1)[:, None], weight_x, latents)  # all N steps in one batch
     weights = latents.new_tensor(step_sizes(policy.num_steps)) / 4
@@ -398,11 +381,9 @@ def critic_loss(critic, obs, action, target, next_features, weight, aux_coef):
 
 
 def actor_loss(agent, obs, latents, controls, noise, weight, args, sparse):
-    """Split objective, Eq. (19): states inside the trust region improve, the others return to the old policy.
-
-    sparse takes gradients only through the branch of each state: the same loss, less work on a CPU; without it shapes
-    are fixed, as a GPU or a compiler wants them. -> loss, c(s), then run, bound and weight of the improving states
-    """
+    """Split objective, Eq. (19): states inside the trust region improve, the others return to the old policy. sparse
+    takes gradients only through the branch of each state: the same loss, less work on a CPU; without it shapes are
+    fixed, as a GPU wants them. -> loss, c(s), then run, bound and weight of the improving states"""
     with torch.set_grad_enabled(not sparse):
         kl = back = trajectory_kl(agent.policy, obs, latents, controls)
     inside, everywhere = kl <= args.kl_bound, torch.ones_like(kl, dtype=torch.bool)
@@ -439,21 +420,19 @@ def gaussian(policy, batch, rng):
 
 
 @torch.no_grad()
-def rollout(agent, envs, obs, args, rng, timer):
+def rollout(agent, envs, obs, args, rng, lap):
     """Act for T steps; keep the policy's chains, which will define the trust region. -> dict of (T, E, ...), obs"""
-    policy, data = agent.policy, defaultdict(list)
+    policy, rows = agent.policy, []
     for _ in range(args.num_steps):
         policy.normaliser.update(obs)
         x = policy.normaliser(obs)  # stored normalised: the old and the new policy see the same input
         action, _, _, latents, controls = sample_chain(policy, x, gaussian(policy, len(x), rng), args.entropy_estimator)
-        timer.lap("act")
-        obs, reward, terminated, truncated, final_obs = envs.step(action)
-        timer.lap("env")
-        row = dict(obs=x, action=action, latents=latents, controls=controls, reward=reward, terminated=terminated)
-        row |= dict(truncated=truncated, valid=envs.valid, next_obs=policy.normaliser(final_obs))
-        for k, v in row.items():
-            data[k].append(v)
-    return {k: torch.stack(v) for k, v in data.items()}, obs
+        lap("act")
+        obs, reward, *ends, final_obs = envs.step(action)
+        rows.append((x, action, latents, controls, reward, *ends, envs.valid, policy.normaliser(final_obs)))
+        lap("env")
+    names = "obs action latents controls reward terminated truncated valid next_obs".split()
+    return dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True)), obs
 
 
 @torch.no_grad()
@@ -483,7 +462,7 @@ def compute_targets(agent, data, args, rng):
     return flat
 
 
-def update(agent, optimisers, data, args, rng, timer):
+def update(agent, optimisers, data, args, rng, lap):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> means of the metrics, on the device"""
     (actor_optimiser, critic_optimiser), policy, critic = optimisers, agent.policy, agent.critic
     size, history = len(data["target"]), []
@@ -498,7 +477,7 @@ def update(agent, optimisers, data, args, rng, timer):
             loss.backward()
             critic_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
             critic_optimiser.step()
-            timer.lap("critic")
+            lap("critic")
             noise, old = gaussian(policy, len(index), rng), (batch["latents"], batch["controls"])
             actor, kl, run, bound, inside = actor_loss(agent, obs, *old, noise, weight, args, sparse)
             loss = actor + dual_loss(agent, run, inside, kl, weight, args)
@@ -509,7 +488,7 @@ def update(agent, optimisers, data, args, rng, timer):
             share = inside.sum().clamp(min=1e-6)
             policy_means = (kl * weight).sum(), share, (run * inside).sum() / share, (bound * inside).sum() / share
             history.append(torch.stack([fit, aux, critic_norm, actor, actor_norm, *policy_means]).detach())
-            timer.lap("actor")
+            lap("actor")
     names = "losses/critic losses/auxiliary losses/critic_grad_norm losses/actor losses/actor_grad_norm policy/kl"
     names = (names + " policy/inside policy/run policy/entropy_bound").split()
     return dict(zip(names, torch.stack(history).mean(0), strict=True))
@@ -543,8 +522,8 @@ def evaluate(agent, envs, sampler, args, frames=None):
     return np.array([first.get(i, now) for i, now in enumerate(running)]).T
 
 
-def evaluate_samplers(agent, make_envs, args, path):
-    """The three samplers on the same seeds, as a table and as eval.json."""
+def report(agent, make_envs, args, run_dir, device):
+    """The three samplers on the same seeds, as a table and as eval.json; one episode as video.gif, if wanted."""
     table = {}
     print(f"\n{args.eval_episodes} episodes each{'return':>14}{'std':>9}{'min':>9}{'max':>9}")
     for sampler, setting in (("ode", args.eval_score_scale), ("sde", None), ("best-of-k", args.eval_best_of)):
@@ -552,49 +531,62 @@ def evaluate_samplers(agent, make_envs, args, path):
         print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}")
         table[sampler] = dict(mean=x.mean(), std=x.std(), setting=setting, length=lengths.mean(), returns=x.tolist())
         table[sampler]["success"] = None if np.isnan(success).any() else success.mean()
-    path.write_text(json.dumps(table, indent=1))
-
-
-def record_video(agent, args, path, device):
-    """One episode as a GIF. EnvPool aborts the whole process where there is no OpenGL, so another one tries first."""
+    (run_dir / "eval.json").write_text(json.dumps(table, indent=1))
     try:
-        code = f"import envpool; e = envpool.make_gymnasium({args.env_id!r}, num_envs=1, render_mode='rgb_array')"
-        if args.backend == "envpool":
+        if args.capture_video and args.backend == "envpool":  # it aborts without OpenGL, so another process tries first
+            code = f"import envpool; e = envpool.make_gymnasium({args.env_id!r}, num_envs=1, render_mode='rgb_array')"
             subprocess.run([sys.executable, "-c", code + "; e.reset(); e.render()"], check=True, capture_output=True)
-        envs, frames = VecEnv(args.backend, args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
-        evaluate(agent, envs, args.eval_sampler, args, frames)
-        first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:1000:4])
-        first.save(path, save_all=True, append_images=others, duration=50, loop=0)
-        print(f"video: {path}")
+        if args.capture_video:
+            envs, frames = VecEnv(args.backend, args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
+            evaluate(agent, envs, args.eval_sampler, args, frames)
+            first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:1000:4])
+            first.save(run_dir / "video.gif", save_all=True, append_images=others, duration=50, loop=0)
     except Exception as e:  # a video must not cost the user a finished run
         print(f"no video: {args.backend} cannot render {args.env_id} here ({type(e).__name__}: {e}); try xvfb-run")
+    print(f"saved in {run_dir}: {', '.join(sorted(p.name for p in run_dir.iterdir()))}")
 
 
-def load_checkpoint(path):
+def parse(argv):
+    """Flags; --resume and --evaluate take the checkpoint's settings as defaults. -> args, checkpoint or None"""
+    args = tyro.cli(Args, args=argv, description=__doc__)
+    if not (args.resume or args.evaluate):
+        return args, None
+    path = Path(args.resume or args.evaluate)
     path = path / "checkpoint.pt" if path.is_dir() else path
-    if not path.is_file():
-        stop(f"there is no checkpoint at {path}")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        script, names = saved["script"], set(saved["args"])
+        script, before = saved["script"], saved["args"]
     except Exception as e:
-        stop(f"{path} is damaged or not a checkpoint of ours ({type(e).__name__})")
-    if script != SCRIPT or names != {f.name for f in dataclasses.fields(Args)}:
+        stop(f"{path} is missing, damaged or not a checkpoint of ours ({type(e).__name__})")
+    if script != SCRIPT or set(before) != set(vars(args)):
         stop(f"{path} was written by {script}.py or by another version of this script")
-    return saved
+    fresh = dict(resume=None, evaluate=None, bench=0, track=False, capture_video=False, device="auto", compile=False)
+    args = tyro.cli(Args, args=argv, default=Args(**before | fresh))
+    for k, v in vars(args).items():
+        if v != before[k] and k not in {*fresh, "total_timesteps", "torch_threads"} and not k.startswith("eval_"):
+            stop(f"the checkpoint was made with {k} {before[k]} and cannot go on with {v}")
+    return args, saved
 
 
 class RunLog:
     """metrics.csv with a row an iteration, a progress line, curve.png and, on demand, wandb."""
 
-    def __init__(self, run_dir, args, step, total):
+    def __init__(self, run_dir, args, step, total, suite, device):
         self.path, self.args, self.total, self.last, self.shown = run_dir / "metrics.csv", args, total, {}, 0.0
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        about = dict(suite=suite, device=str(device), git=git.stdout.strip() or None, python=sys.version.split()[0])
+        about |= {module.__name__: module.__version__ for module in (torch, np, gym)}
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "args.json").write_text(json.dumps(vars(args) | about, indent=1))
+        except OSError as e:
+            stop(f"cannot write to {run_dir}: {e.strerror}")
+        print(f"run folder: {run_dir}")
         rows = self.path.read_text().splitlines(True) if step and self.path.exists() else []
         kept = [r for r in rows[1:] if r.endswith("\n") and int(r.split(",")[0]) <= step]  # later ones will come again
         self.path.write_text("".join(rows[:1] + kept))
         if args.track:
-            init = importlib.import_module("wandb").init
-            self.wandb = init(project=args.wandb_project, name=run_dir.name, config=vars(args), dir=str(run_dir))
+            self.wandb = importlib.import_module("wandb").init(name=run_dir.name, config=vars(args), dir=str(run_dir))
 
     def add(self, row):
         known = {k: v for k, v in row.items() if v is not None and v == v}
@@ -630,31 +622,6 @@ class RunLog:
         figure.savefig(self.path.with_name("curve.png"), dpi=110)
 
 
-class Timer(defaultdict):
-    """Seconds per phase; with sync, as in a bench, each lap waits for the GPU."""
-
-    def lap(self, phase):
-        if self.sync:
-            torch.cuda.synchronize()
-        before, self.now = self.now, time.perf_counter()
-        self[phase] += self.now - before
-
-
-def parse(argv):
-    """Flags; --resume and --evaluate take the checkpoint's settings as defaults. -> args, checkpoint or None"""
-    args = tyro.cli(Args, args=argv, description=__doc__)
-    if not (args.resume or args.evaluate):
-        return args, None
-    saved = load_checkpoint(Path(args.resume or args.evaluate))
-    fresh = dict(resume=None, evaluate=None, bench=0, track=False, capture_video=False, device="auto", compile=False)
-    args = tyro.cli(Args, args=argv, default=Args(**saved["args"] | fresh))
-    free = {*fresh, "total_timesteps", "wandb_project", "torch_threads"}
-    for name, old in saved["args"].items():
-        if name not in free and not name.startswith("eval_") and old != (new := getattr(args, name)):
-            stop(f"the checkpoint was made with {name} {old} and cannot go on with {new}")
-    return args, saved
-
-
 def resolve(args, suite, device):
     """Fill in what the user left open, say what was chosen and why, refuse what cannot work."""
     sizes = dict(zip(SIZE_NAMES, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
@@ -663,16 +630,12 @@ def resolve(args, suite, device):
         chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
         args = dataclasses.replace(args, **chosen)
         print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
-    positive = (
-        "kl_samples diffusion_steps eta alpha_init lambda_init eval_points eval_episodes eval_best_of torch_threads"
-    )
-    wrong = [f"{n} must be positive" for n in (*SIZE_NAMES, *positive.split()) if getattr(args, n) <= 0]
-    if not wrong and (batch := args.num_envs * args.num_steps) % args.num_minibatches:
-        wrong.append(f"num_minibatches {args.num_minibatches} must divide num_envs * num_steps = {batch}")
-    elif not wrong and args.total_timesteps < batch:
-        wrong.append(f"total_timesteps {args.total_timesteps} is less than one iteration of {batch} steps")
-    if wrong or args.vmin >= args.vmax:
-        stop(wrong[0] if wrong else f"vmin {args.vmin} must be below vmax {args.vmax}")
+    free = "seed bench vmin vmax gamma td_lambda aux_coef entropy_target eval_score_scale".split()
+    low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
+    if low or args.vmin >= args.vmax:
+        stop(f"{low[0]} must be positive" if low else f"vmin {args.vmin} must be below vmax {args.vmax}")
+    if (batch := args.num_envs * args.num_steps) % args.num_minibatches or args.total_timesteps < batch:
+        stop(f"num_envs * num_steps = {batch} must be a multiple of num_minibatches and at most total_timesteps")
     return args
 
 
@@ -687,55 +650,44 @@ def main(argv=None):
     name = f"{re.sub('[^A-Za-z0-9.-]', '_', args.env_id)}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(args.resume or args.evaluate or args.run_dir or f"runs/{name}")
     run_dir = run_dir.parent if run_dir.is_file() else run_dir
-    if not saved and not args.bench and (run_dir / "checkpoint.pt").exists():
+    if not (saved or args.bench) and (run_dir / "checkpoint.pt").exists():
         stop(f"{run_dir} already holds a run: use --resume {run_dir} or another --run-dir")
-    try:
-        if not args.bench:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "args.json").touch()
-    except OSError as e:
-        stop(f"cannot write to {run_dir}: {e.strerror}")
 
     def make_envs(num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, resets=None):  # evaluation's by default
         return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets)
 
     torch.manual_seed(args.seed)
     rng = torch.Generator(device).manual_seed(args.seed)
-    resets = {k: np.array(v) for k, v in saved["resets"].items()} if args.resume else {}
-    envs = make_envs(1 if args.evaluate else args.num_envs, args.seed * 10_007, resets.get("train"))
+    resets = [np.array(r) for r in saved["resets"]] if args.resume else [None, None]
+    envs = make_envs(1 if args.evaluate else args.num_envs, args.seed * 10_007, resets[0])
     agent = Agent(envs, args).to(device)
     parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda], [*agent.critic.parameters()]
     optimisers = [torch.optim.Adam(p, args.learning_rate, fused=True) for p in parameters]
     step, best, elapsed, signals, clipped = 0, -math.inf, 0.0, [], []
     if saved:
-        try:
-            agent.load_state_dict(saved["agent"])
-        except RuntimeError:
-            stop(f"the checkpoint does not fit {args.env_id}: its networks have other shapes")
-    if args.evaluate:
-        evaluate_samplers(agent, make_envs, args, run_dir / "eval.json")
-        return record_video(agent, args, run_dir / "video.gif", device) if args.capture_video else None
-    if saved:
+        agent.load_state_dict(saved["agent"])
         for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
             optimiser.load_state_dict(state)
-        rng.set_state(saved["rng"])
         step, best, elapsed, envs.nonfinite = (saved[k] for k in ("step", "best", "elapsed", "nonfinite"))
+        rng.set_state(saved["rng"])
     if args.compile:  # the one place where functions are compiled
         for hot in ("sample_chain", "trajectory_kl", "td_lambda_targets", "critic_loss"):
             globals()[hot] = torch.compile(getattr(globals()[hot], "_torchdynamo_orig_callable", globals()[hot]))
-
-    batch = args.num_envs * args.num_steps
-    iterations = args.bench + 3 if args.bench else args.total_timesteps // batch
+    batch, seconds = args.num_envs * args.num_steps, defaultdict(float)  # seconds of each phase
+    iterations = 0 if args.evaluate else args.bench + 3 if args.bench else args.total_timesteps // batch
     grid = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}
-    obs, timer = envs.tensor(envs.obs), Timer(float)
-    timer.sync = bool(args.bench) and device.type == "cuda"
+    obs, clock = envs.tensor(envs.obs), [0.0]
+
+    def lap(phase):
+        if args.bench and device.type == "cuda":
+            torch.cuda.synchronize()
+        clock.append(time.perf_counter())
+        seconds[phase] += clock[-1] - clock.pop(0)
 
     def save(filename):  # written beside and moved into place: a kill at any moment leaves the old file or the new one
-        state = dict(
-            script=SCRIPT, args=vars(args), agent=agent.state_dict(), rng=rng.get_state(), step=step, best=best
-        )
-        state |= dict(optimisers=[o.state_dict() for o in optimisers], elapsed=elapsed, nonfinite=envs.nonfinite)
-        state["resets"] = dict(train=envs.resets.tolist(), eval=eval_envs.resets.tolist())
+        state = dict(script=SCRIPT, args=vars(args), agent=agent.state_dict(), rng=rng.get_state(), step=step)
+        state |= dict(optimisers=[o.state_dict() for o in optimisers], best=best, elapsed=elapsed)
+        state |= dict(nonfinite=envs.nonfinite, resets=[envs.resets.tolist(), eval_envs.resets.tolist()])
         torch.save(state, run_dir / f"{filename}.tmp")
         os.replace(run_dir / f"{filename}.tmp", run_dir / filename)
 
@@ -743,24 +695,19 @@ def main(argv=None):
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    if not args.bench:
-        eval_envs, log = make_envs(resets=resets.get("eval")), RunLog(run_dir, args, step, iterations * batch)
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-        about = dict(suite=suite, device=str(device), git=git.stdout.strip() or None, python=sys.version.split()[0])
-        about |= {module.__name__: module.__version__ for module in (torch, np, gym)}
-        (run_dir / "args.json").write_text(json.dumps(vars(args) | about, indent=1))
-        print(f"run folder: {run_dir}")
+    if not (args.bench or args.evaluate):
+        log, eval_envs = RunLog(run_dir, args, step, iterations * batch, suite, device), make_envs(resets=resets[1])
         save("checkpoint.pt")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, interrupt)
     for iteration in range(step // batch + 1, iterations + 1):
         if not args.bench or iteration == 4:  # a bench adds up, after three iterations of warm-up
-            timer.clear()
-        start = timer.now = time.perf_counter()
-        data, obs = rollout(agent, envs, obs, args, rng, timer)
+            seconds.clear()
+        clock[0] = time.perf_counter()
+        data, obs = rollout(agent, envs, obs, args, rng, lap)
         data = compute_targets(agent, data, args, rng)
-        timer.lap("targets")
-        metrics = update(agent, optimisers, data, args, rng, timer)
+        lap("targets")
+        metrics = update(agent, optimisers, data, args, rng, lap)
         if args.bench:
             continue
         outside = (data["target"] < args.vmin) | (data["target"] > args.vmax)
@@ -768,28 +715,21 @@ def main(argv=None):
         metrics |= {"policy/alpha": agent.log_alpha.exp(), "policy/lambda": agent.log_lambda.exp()}
         metrics["finite"] = torch.stack([p.isfinite().all() for p in agent.parameters()]).all()
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # the only transfer
+        step, names = step + batch, ("return", "length", "success")
         if not metrics.pop("finite"):
             kept = f"the last good checkpoint is {run_dir / 'checkpoint.pt'}"
-            stop(f"the parameters are not finite any more after step {step + batch}; {kept}", code=1)
-        step, seconds = step + batch, time.perf_counter() - start
-        episodes = np.array(envs.finished).mean(0) if envs.finished else [None] * 4
+            stop(f"the parameters are not finite any more after step {step}; {kept}", code=1)
+        episodes = np.array(envs.finished).mean(0)[1:] if envs.finished else [None] * 3
         envs.finished.clear()
-        row = {
-            "global_step": step,
-            "time/elapsed": 0.0,
-            "charts/sps": batch / seconds,
-            "charts/nonfinite": envs.nonfinite,
-        }
-        row |= dict(
-            zip(("charts/episode_return", "charts/episode_length", "charts/success"), episodes[1:], strict=True)
-        )
-        row |= dict.fromkeys(("eval/return", "eval/length", "eval/success")) | metrics
-        row |= {f"time/{k}": v for k, v in timer.items()} | {"time/eval": 0.0}
+        row = {"global_step": step, "time/elapsed": 0.0, "charts/sps": batch / sum(seconds.values())}
+        row |= {f"charts/episode_{k}": v for k, v in zip(names, episodes, strict=True)}
+        row |= {"charts/nonfinite": envs.nonfinite} | {f"eval/{k}": None for k in names} | metrics
         if iteration in grid:
-            result = evaluate(agent, eval_envs, args.eval_sampler, args).mean(1).tolist()
-            row |= dict(zip(("eval/return", "eval/length", "eval/success"), result, strict=True))
-            row["time/eval"] = time.perf_counter() - start - seconds
-        row["time/elapsed"] = elapsed = elapsed + seconds + row["time/eval"]
+            means = evaluate(agent, eval_envs, args.eval_sampler, args).mean(1).tolist()
+            row |= {f"eval/{k}": v for k, v in zip(names, means, strict=True)}
+        lap("eval")
+        row |= {f"time/{k}": v for k, v in seconds.items()}
+        row["time/elapsed"] = elapsed = elapsed + sum(seconds.values())
         log.add(row)
         clipped.append(metrics["losses/clipped_targets"])
         if len(clipped) % 50 == 0 and (share := np.mean(clipped[-50:])) > 0.05:
@@ -806,15 +746,11 @@ def main(argv=None):
             print(f"\nstopped by {signal.Signals(signals[0]).name}; go on with --resume {run_dir}")
             raise SystemExit(128 + signals[0])
 
-    if args.bench:
-        print(f"{args.bench * batch / sum(timer.values()):.0f} steps/s")
-        for phase, seconds in timer.items():
-            print(f"  {phase:<10}{seconds / args.bench * 1000:>9.1f} ms{seconds / sum(timer.values()):>8.1%}")
-        return
-    evaluate_samplers(agent, make_envs, args, run_dir / "eval.json")
-    if args.capture_video:
-        record_video(agent, args, run_dir / "video.gif", device)
-    print(f"done; {run_dir} holds curve.png, metrics.csv, eval.json, checkpoint.pt, best.pt (eval return {best:.1f})")
+    if not args.bench:
+        return report(agent, make_envs, args, run_dir, device)
+    print(f"{args.bench * batch / sum(seconds.values()):.0f} steps/s")
+    for phase, x in seconds.items():
+        print(f"  {phase:<10}{x / args.bench * 1000:>9.1f} ms{x / sum(seconds.values()):>8.1%}")
 
 
 if __name__ == "__main__":
