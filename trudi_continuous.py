@@ -6,11 +6,9 @@ Eq. (12), the change of the policy an upper bound, Eq. (14). Each iteration coll
 targets once, Eq. (13), (17), (18), fits a categorical critic, and improves the policy through the critic's gradient:
 a state within the KL bound follows the critic, any other is pulled back to the rollout policy, Eq. (19), (20).
 
-    python trudi_continuous.py                                  # CheetahRun-v1; small on a CPU, paper scale on CUDA
-    python trudi_continuous.py --env-id my_package:MyEnv-v0     # your own Gymnasium env
-    python trudi_continuous.py --resume runs/FOLDER             # go on where a run stopped
-    python trudi_continuous.py --evaluate runs/FOLDER/best.pt --capture-video
-    python trudi_continuous.py --bench 10                       # steps/s and where the time goes
+    python trudi_continuous.py                              # CheetahRun-v1; small on a CPU, paper scale on CUDA
+    python trudi_continuous.py --env-id my_package:MyEnv-v0 # your own Gymnasium env
+    python trudi_continuous.py --resume runs/FOLDER         # or --evaluate runs/FOLDER/best.pt, or --bench 10
 
 Departures from the paper: KL samples come from the old policy's chain, kept from the rollout (with samples of the new
 policy the gate never closes), each step's KL in closed form, so never negative; Eq. (18) needs a plus before the
@@ -19,7 +17,6 @@ at the prior; rewards of envs outside SUITES are normalised; non-finite simulato
 Shapes: T rollout steps, E envs, B minibatch, O observation, A action, N diffusion steps, K KL samples, H hidden width.
 """
 
-import csv
 import dataclasses
 import difflib
 import importlib
@@ -31,7 +28,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Literal
 
@@ -47,7 +43,6 @@ SCRIPT = Path(__file__).stem
 
 @dataclasses.dataclass
 class Args:
-    # experiment
     env_id: str = "CheetahRun-v1"  # an EnvPool id, a Gymnasium id, or `module:Id` for an env of your own
     backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for DMC, Gym MuJoCo, Playground ids
     total_timesteps: int | None = None  # env steps of the whole run (default: 1M on a CPU, 50M on CUDA)
@@ -86,13 +81,11 @@ class Args:
     aux_coef: float = 1.0  # weight of the critic's auxiliary loss: predicting the next step's features
     learning_rate: float = 3e-4  # Adam's step size for policy, critic, alpha and lambda
     max_grad_norm: float = 0.5  # gradients of policy and critic are clipped to this norm each
-    # evaluation
     eval_points: int = 20  # evaluations during training, evenly spaced; each one also saves a checkpoint
     eval_episodes: int = 16  # episodes per evaluation, in envs of their own
     eval_sampler: Literal["ode", "sde", "best-of-k"] = "ode"  # scaled ODE, the policy itself, best of K by Q
     eval_score_scale: float = 1.0  # score scale c of the ODE; 0.5 keeps the policy's marginals, larger is greedier
     eval_best_of: int = 10  # K of the best-of-k sampler
-    # speed
     torch_threads: int = 1  # CPU threads of torch, and of EnvPool; 1 lets several runs share a machine
     compile: bool = False  # torch.compile the hot functions
 
@@ -124,8 +117,7 @@ def choose_backend(env_id, backend):
         known, hint = [], " (EnvPool is missing: pip install envpool==1.2.5)"
     spec = envpool.make_spec(env_id) if env_id in known else None
     family = type(spec).__name__  # such as DmcCheetahEnvSpec
-    if backend == "auto":
-        backend = "envpool" if re.match("Dmc|Gym(?!nasium)|Playground", family) else "gymnasium"
+    backend = {"auto": "envpool" if re.match("Dmc|Gym(?!n)|Playground", family) else "gymnasium"}.get(backend, backend)
     try:
         sys.path.insert(0, os.getcwd())  # for the user's own module:Id
         space = spec.gymnasium_action_space if backend == "envpool" else gym.make(env_id).action_space
@@ -135,20 +127,16 @@ def choose_backend(env_id, backend):
         stop(f"cannot make {env_id}: {reason}{hint}; the closest known ids: {close}")
     if not isinstance(space, gym.spaces.Box):
         stop(f"{env_id} has {type(space).__name__} actions; this script needs continuous ones (Box)")
-    if re.search(r"[GT]1Joystick(Flat|Rough)Terrain", env_id):
-        return backend, "humanoid"
-    if re.search(r"(^|:)(h1|g1)(hand|simplehand|strong|touch)?-\w+-v\d+$", env_id):
-        return backend, "HumanoidBench"
-    return backend, "DMC" if family.startswith("Dmc") and backend == "envpool" else "other"
+    patterns = {"humanoid": "[GT]1Joystick(Flat|Rough)Terrain", "HumanoidBench": r"\b[hg]1[a-z]*-\w+-v\d"}
+    matches = [suite for suite, pattern in patterns.items() if re.search(pattern, env_id)]
+    return backend, (matches or ["DMC" if family.startswith("Dmc") and backend == "envpool" else "other"])[0]
 
 
 class VecEnv:
     """One contract for all backends: obs, reward, terminated, truncated, final_obs = step(action in [-1, 1])
-
     Where an episode ended, final_obs is its last observation and obs the next one's first; elsewhere they are equal.
     The actor sees the first `actor_dim` columns, the critic those from `critic_start` on (privileged ones, or all).
-    A non-finite step restarts its env, counts in `nonfinite` and clears `valid`, so that nobody trains on it.
-    """
+    A non-finite step restarts its env, counts in `nonfinite` and clears `valid`, so that nobody trains on it."""
 
     def __init__(self, backend, env_id, num_envs, seed, device, threads=1, resets=None, **kwargs):
         self.backend, self.num_envs, self.device, self.seed = backend, num_envs, device, seed
@@ -156,8 +144,7 @@ class VecEnv:
             make = importlib.import_module("envpool").make_gymnasium
             self.env = make(env_id, num_envs=num_envs, seed=seed, num_threads=threads, **kwargs)
         else:
-            disabled = dict(autoreset_mode=gym.vector.AutoresetMode.DISABLED)
-            self.env = gym.make_vec(env_id, num_envs, "sync", disabled, **kwargs)
+            self.env = gym.make_vec(env_id, num_envs, "sync", dict(autoreset_mode="Disabled"), **kwargs)
         self.space = self.env.single_action_space
         low, high = (np.nan_to_num(x.reshape(-1), posinf=1, neginf=-1) for x in (self.space.low, self.space.high))
         self.centre, self.halfwidth, self.action_dim = (high + low) / 2, (high - low) / 2, len(low)
@@ -168,8 +155,7 @@ class VecEnv:
         while resets is not None and (behind := self.resets < resets).any():
             self.obs[behind] = self.reset_where(behind)
 
-    def flatten(self, obs):
-        """Array or dict of arrays -> (E, O), privileged observations last."""
+    def flatten(self, obs):  # array or dict of arrays -> (E, O), privileged observations last
         parts = {k: v.reshape(len(v), -1) for k, v in (obs if isinstance(obs, dict) else {"state": obs}).items()}
         privileged = [parts.pop("privileged_state")] if "privileged_state" in parts else []
         self.actor_dim = sum(p.shape[1] for p in parts.values())
@@ -198,9 +184,8 @@ class VecEnv:
         return torch.tensor(x, dtype=torch.bool if x.dtype == bool else torch.float32, device=self.device)
 
     def step(self, action):
-        action = self.centre + self.halfwidth * action.cpu().numpy().clip(-1, 1)
-        action = action.reshape(self.num_envs, *self.space.shape).astype(self.space.dtype)
-        obs, reward, terminated, truncated, info = self.env.step(action)
+        action = (self.centre + self.halfwidth * action.cpu().numpy().clip(-1, 1)).astype(self.space.dtype)
+        obs, reward, terminated, truncated, info = self.env.step(action.reshape(self.num_envs, *self.space.shape))
         obs = self.flatten(obs)
         bad = ~(np.isfinite(obs).all(1) & np.isfinite(reward))
         if bad.any():
@@ -236,9 +221,7 @@ class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can 
         return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
 
 
-class DiffusionPolicy(nn.Module):
-    """Predicts the control u(x, s, k) of denoising step k; sample_chain turns it into actions."""
-
+class DiffusionPolicy(nn.Module):  # predicts the control u(x, s, k) of denoising step k; see sample_chain
     def __init__(self, obs_dim, actor_dim, action_dim, hidden, num_steps, eta):
         super().__init__()
         self.actor_dim, self.action_dim, self.num_steps, self.eta = actor_dim, action_dim, num_steps, eta
@@ -251,6 +234,9 @@ class DiffusionPolicy(nn.Module):
         self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, action_dim))
         nn.init.zeros_(self.out[1].weight)
         nn.init.zeros_(self.out[1].bias)
+
+    def noise(self, batch, rng):
+        return torch.randn(self.num_steps + 1, batch, self.action_dim, generator=rng, device=rng.device)
 
     def embed(self, obs):
         """First layer, split by columns: state and time parts (N, B, H), once per chain, and the weights of x."""
@@ -265,22 +251,16 @@ class DiffusionPolicy(nn.Module):
         return self.out(z)
 
 
-class Critic(nn.Module):
-    """Q(s, a) as a distribution over bins, with a head that predicts the next step's features (REPPO's critic)."""
-
-    def __init__(self, critic_start, obs_dim, action_dim, hidden, num_bins, vmin, vmax, hl_sigma):
+class Critic(nn.Module):  # REPPO's: Q(s, a) as a distribution over bins, and a predictor of the next step's features
+    def __init__(self, critic_start, obs_dim, action_dim, H, num_bins, vmin, vmax, hl_sigma):
         super().__init__()
         width = (vmax - vmin) / (num_bins - 1)
         self.critic_start, self.sigma = critic_start, hl_sigma * width
         self.register_buffer("centres", torch.linspace(vmin, vmax, num_bins), False)
         self.register_buffer("edges", torch.linspace(vmin - width / 2, vmax + width / 2, num_bins + 1), False)
-
-        def mlp(inputs, outputs):
-            return nn.Linear(inputs, hidden), nn.LayerNorm(hidden), nn.SiLU(), nn.Linear(hidden, outputs)
-
-        self.encoder = nn.Sequential(*mlp(obs_dim - critic_start + action_dim, hidden))
-        self.head = nn.Sequential(nn.SiLU(), *mlp(hidden, num_bins))
-        self.predictor = nn.Sequential(nn.SiLU(), *mlp(hidden, hidden))
+        io = ((obs_dim - critic_start + action_dim, H), (H, num_bins), (H, H))
+        nets = [nn.Sequential(nn.SiLU(), nn.Linear(i, H), nn.LayerNorm(H), nn.SiLU(), nn.Linear(H, o)) for i, o in io]
+        self.encoder, self.head, self.predictor = nets[0][1:], nets[1], nets[2]  # raw inputs need no activation
         with torch.no_grad():  # start at Q = 0, not at the middle of the range
             self.head[-1].weight *= 0.01
             self.head[-1].bias.copy_(40 * hl_gauss(torch.zeros(1), self.edges, self.sigma)[0])
@@ -292,9 +272,7 @@ class Critic(nn.Module):
         return self.head(features).softmax(-1) @ self.centres
 
 
-class Agent(nn.Module):
-    """All that training changes, in one state_dict: policy with normaliser, critic, duals, reward scale."""
-
+class Agent(nn.Module):  # all that training changes, in one state_dict
     def __init__(self, envs, args):
         super().__init__()
         obs_dim, A, H = envs.obs.shape[1], envs.action_dim, args.hidden_size
@@ -305,8 +283,7 @@ class Agent(nn.Module):
         self.register_buffer("discounted_return", torch.zeros(args.num_envs))
         self.register_buffer("return_moment", torch.zeros(2))  # sum of its squares, count
 
-    def reward_scale(self, reward, ended, gamma, return_scale):  # (T, E) both
-        """Factor that brings the root mean square of all discounted returns so far to return_scale."""
+    def reward_scale(self, reward, ended, gamma, return_scale):  # (T, E); RMS of discounted returns -> return_scale
         for r, end in zip(reward, ended, strict=True):
             self.discounted_return.mul_(gamma).add_(r)
             self.return_moment += torch.stack([self.discounted_return.square().sum(), torch.ones_like(r).sum()])
@@ -346,7 +323,7 @@ def sample_chain(policy, obs, noise, estimator="mean"):
 
 
 def trajectory_kl(policy, obs, latents, controls):
-    """Eq. (14): KL of two Gaussians of equal variance, step by step along chains of the old policy (B, K, N, A) -> (B,)"""
+    """Eq. (14): KL of Gaussians of equal variance, step by step along the old policy's chains (B, K, N, A) -> (B,)"""
     embedded, weight_x = policy.embed(obs)
     u = policy.control(embedded.transpose(0, 1)[:, None], weight_x, latents)  # all N steps in one batch
     weights = latents.new_tensor(step_sizes(policy.num_steps)) / 4
@@ -365,8 +342,7 @@ def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
 
 def hl_gauss(target, edges, sigma):
     """Targets (B,) -> the mass that Normal(target, sigma) has in each bin (B, bins), renormalised."""
-    half = (edges[1] - edges[0]) / 2
-    target = target.clamp(edges[0] + half, edges[-1] - half)
+    target = target.clamp((edges[0] + edges[1]) / 2, (edges[-1] + edges[-2]) / 2)
     cdf = torch.erf((edges - target[:, None]) / (sigma * math.sqrt(2)))
     return (cdf[:, 1:] - cdf[:, :-1]) / (cdf[:, -1:] - cdf[:, :1])
 
@@ -415,10 +391,6 @@ def ode_action(policy, obs, x, c):
     return x.tanh()
 
 
-def gaussian(policy, batch, rng):
-    return torch.randn(policy.num_steps + 1, batch, policy.action_dim, generator=rng, device=rng.device)
-
-
 @torch.no_grad()
 def rollout(agent, envs, obs, args, rng, lap):
     """Act for T steps; keep the policy's chains, which will define the trust region. -> dict of (T, E, ...), obs"""
@@ -426,7 +398,7 @@ def rollout(agent, envs, obs, args, rng, lap):
     for _ in range(args.num_steps):
         policy.normaliser.update(obs)
         x = policy.normaliser(obs)  # stored normalised: the old and the new policy see the same input
-        action, _, _, latents, controls = sample_chain(policy, x, gaussian(policy, len(x), rng), args.entropy_estimator)
+        action, _, _, latents, controls = sample_chain(policy, x, policy.noise(len(x), rng), args.entropy_estimator)
         lap("act")
         obs, reward, *ends, final_obs = envs.step(action)
         rows.append((x, action, latents, controls, reward, *ends, envs.valid, policy.normaliser(final_obs)))
@@ -438,48 +410,43 @@ def rollout(agent, envs, obs, args, rng, lap):
 @torch.no_grad()
 def compute_targets(agent, data, args, rng):
     """Soft TD(lambda) targets, Eq. (13), once per rollout, with its own policy and critic. -> dict of (T * E, ...)"""
-    policy, critic, (T, E) = agent.policy, agent.critic, data["reward"].shape
-    value, bound, features = [], [], []
+    policy, critic, (T, E), chunks = agent.policy, agent.critic, data["reward"].shape, []
     for x in data["next_obs"].flatten(0, 1).split(T * E // args.num_minibatches):
-        action, _, chunk, _, _ = sample_chain(policy, x, gaussian(policy, len(x), rng), args.entropy_estimator)
-        features.append(critic.features(x, action))
-        value.append(critic.value(features[-1]))
-        bound.append(chunk)
-    value, bound = torch.cat(value).view(T, E), torch.cat(bound).view(T, E)
+        action, _, bound, _, _ = sample_chain(policy, x, policy.noise(len(x), rng), args.entropy_estimator)
+        features = critic.features(x, action)
+        chunks.append((features, critic.value(features), bound))
+    features, value, bound = map(torch.cat, zip(*chunks, strict=True))
     reward, terminated, cut = data["reward"], data["terminated"], data["terminated"] | data["truncated"]
     if args.normalise_reward:
         reward = reward * agent.reward_scale(reward, cut, args.gamma, args.return_scale)
-    soft_reward = reward + args.gamma * ~terminated * agent.log_alpha.exp() * bound
+    soft_reward = reward + args.gamma * ~terminated * agent.log_alpha.exp() * bound.view(T, E)
     cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
     cut[-1] = True
     flat = {k: data[k].flatten(0, 1) for k in ("obs", "action", "latents", "controls", "valid")}
-    flat["target"] = td_lambda_targets(soft_reward, value, terminated, cut, args.gamma, args.td_lambda).flatten()
-    flat["next_features"] = torch.cat(features)
-    chains = [(flat["latents"], flat["controls"])]
-    for _ in range(args.kl_samples - 1):
-        chains.append(sample_chain(policy, flat["obs"], gaussian(policy, T * E, rng))[3:])
-    flat["latents"], flat["controls"] = (torch.stack(x, 1) for x in zip(*chains, strict=True))  # (T * E, K, N, A)
+    target = td_lambda_targets(soft_reward, value.view(T, E), terminated, cut, args.gamma, args.td_lambda)
+    flat["target"], flat["next_features"] = target.flatten(), features
+    more = (sample_chain(policy, flat["obs"], policy.noise(T * E, rng))[3:] for _ in range(args.kl_samples - 1))
+    chains = zip((flat["latents"], flat["controls"]), *more, strict=True)
+    flat["latents"], flat["controls"] = (torch.stack(x, 1) for x in chains)  # (T * E, K, N, A)
     return flat
 
 
 def update(agent, optimisers, data, args, rng, lap):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> means of the metrics, on the device"""
     (actor_optimiser, critic_optimiser), policy, critic = optimisers, agent.policy, agent.critic
-    size, history = len(data["target"]), []
-    sparse = rng.device.type == "cpu" and not args.compile
+    size, history, sparse = len(data["target"]), [], rng.device.type == "cpu" and not args.compile
     for _ in range(args.update_epochs):
         for index in torch.randperm(size, generator=rng, device=rng.device).split(size // args.num_minibatches):
-            batch = {k: v[index] for k, v in data.items()}
-            obs, weight = batch["obs"], batch["valid"] / batch["valid"].sum().clamp(min=1)  # (B, O), (B,)
-            targets = batch["target"], batch["next_features"]
-            loss, fit, aux = critic_loss(critic, obs, batch["action"], *targets, weight, args.aux_coef)
+            obs, action, latents, controls, valid, target, next_features = (x[index] for x in data.values())
+            weight = valid / valid.sum().clamp(min=1)  # (B,), zero for dropped steps
+            loss, fit, aux = critic_loss(critic, obs, action, target, next_features, weight, args.aux_coef)
             critic_optimiser.zero_grad()
             loss.backward()
             critic_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
             critic_optimiser.step()
             lap("critic")
-            noise, old = gaussian(policy, len(index), rng), (batch["latents"], batch["controls"])
-            actor, kl, run, bound, inside = actor_loss(agent, obs, *old, noise, weight, args, sparse)
+            noise = policy.noise(len(index), rng)
+            actor, kl, run, bound, inside = actor_loss(agent, obs, latents, controls, noise, weight, args, sparse)
             loss = actor + dual_loss(agent, run, inside, kl, weight, args)
             actor_optimiser.zero_grad()
             loss.backward(inputs=actor_optimiser.param_groups[0]["params"])  # the critic's parameters get no gradient
@@ -495,25 +462,22 @@ def update(agent, optimisers, data, args, rng, lap):
 
 
 @torch.no_grad()
-def evaluation_action(agent, obs, sampler, args, rng):
-    policy, critic, x = agent.policy, agent.critic, agent.policy.normaliser(obs)
-    K = args.eval_best_of if sampler == "best-of-k" else 1
-    noise = gaussian(policy, len(x) * K, rng)
-    if sampler == "ode":
-        return ode_action(policy, x, policy.eta * noise[0], args.eval_score_scale)
-    x = x.repeat_interleave(K, 0)
-    action = sample_chain(policy, x, noise)[0]
-    best = critic.value(critic.features(x, action)).view(-1, K).argmax(1)  # (E,)
-    return action.view(len(best), K, -1)[torch.arange(len(best), device=best.device), best]
-
-
 def evaluate(agent, envs, sampler, args, frames=None):
     """First episode of each env, frozen normaliser, noise of its own. -> return, length and success, (3, E)"""
+    policy, critic, K = agent.policy, agent.critic, args.eval_best_of if sampler == "best-of-k" else 1
     rng, obs, first = torch.Generator(envs.device).manual_seed(args.seed), envs.reset(), {}
     for _ in range(10_000):  # an env without a time limit is cut here
         if frames is not None:
             frames.append(np.asarray(envs.env.render()[0], np.uint8))
-        obs, *_ = envs.step(evaluation_action(agent, obs, sampler, args, rng))
+        x = policy.normaliser(obs).repeat_interleave(K, 0)
+        noise = policy.noise(len(x), rng)
+        if sampler == "ode":
+            action = ode_action(policy, x, policy.eta * noise[0], args.eval_score_scale)
+        else:
+            action = sample_chain(policy, x, noise)[0]
+            best = critic.value(critic.features(x, action)).view(-1, K).argmax(1, keepdim=True)  # (E, 1)
+            action = action.view(len(obs), K, -1).take_along_dim(best[:, :, None], 1)[:, 0]
+        obs, *_ = envs.step(action)
         first = {env: episode for env, *episode in envs.finished[::-1]} if envs.finished else first
         if len(first) == envs.num_envs:
             break
@@ -533,16 +497,13 @@ def report(agent, make_envs, args, run_dir, device):
         table[sampler]["success"] = None if np.isnan(success).any() else success.mean()
     (run_dir / "eval.json").write_text(json.dumps(table, indent=1))
     try:
-        if args.capture_video and args.backend == "envpool":  # it aborts without OpenGL, so another process tries first
-            code = f"import envpool; e = envpool.make_gymnasium({args.env_id!r}, num_envs=1, render_mode='rgb_array')"
-            subprocess.run([sys.executable, "-c", code + "; e.reset(); e.render()"], check=True, capture_output=True)
-        if args.capture_video:
-            envs, frames = VecEnv(args.backend, args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
+        if args.capture_video:  # by Gymnasium: EnvPool's renderer aborts the whole process where there is no OpenGL
+            envs, frames = VecEnv("gymnasium", args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
             evaluate(agent, envs, args.eval_sampler, args, frames)
             first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:1000:4])
             first.save(run_dir / "video.gif", save_all=True, append_images=others, duration=50, loop=0)
     except Exception as e:  # a video must not cost the user a finished run
-        print(f"no video: {args.backend} cannot render {args.env_id} here ({type(e).__name__}: {e}); try xvfb-run")
+        print(f"no video: Gymnasium, which draws them, cannot render {args.env_id} here: {e}")
     print(f"saved in {run_dir}: {', '.join(sorted(p.name for p in run_dir.iterdir()))}")
 
 
@@ -551,8 +512,7 @@ def parse(argv):
     args = tyro.cli(Args, args=argv, description=__doc__)
     if not (args.resume or args.evaluate):
         return args, None
-    path = Path(args.resume or args.evaluate)
-    path = path / "checkpoint.pt" if path.is_dir() else path
+    path = (given := Path(args.resume or args.evaluate)) / ("checkpoint.pt" if given.is_dir() else "")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         script, before = saved["script"], saved["args"]
@@ -568,19 +528,18 @@ def parse(argv):
     return args, saved
 
 
-class RunLog:
-    """metrics.csv with a row an iteration, a progress line, curve.png and, on demand, wandb."""
-
+class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png and, on demand, wandb
     def __init__(self, run_dir, args, step, total, suite, device):
-        self.path, self.args, self.total, self.last, self.shown = run_dir / "metrics.csv", args, total, {}, 0.0
+        self.path, self.args, self.total, self.last = run_dir / "metrics.csv", args, total, {}
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
         about = dict(suite=suite, device=str(device), git=git.stdout.strip() or None, python=sys.version.split()[0])
         about |= {module.__name__: module.__version__ for module in (torch, np, gym)}
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "args.json").write_text(json.dumps(vars(args) | about, indent=1))
+            with (run_dir / "args.json").open("w" if args.resume else "x") as f:
+                json.dump(vars(args) | about, f, indent=1)
         except OSError as e:
-            stop(f"cannot write to {run_dir}: {e.strerror}")
+            stop(f"cannot start a run in {run_dir}: {e.strerror} (--resume goes on with an old one)")
         print(f"run folder: {run_dir}")
         rows = self.path.read_text().splitlines(True) if step and self.path.exists() else []
         kept = [r for r in rows[1:] if r.endswith("\n") and int(r.split(",")[0]) <= step]  # later ones will come again
@@ -590,36 +549,30 @@ class RunLog:
 
     def add(self, row):
         known = {k: v for k, v in row.items() if v is not None and v == v}
-        with self.path.open("a", newline="") as f:
-            writer = csv.DictWriter(f, row)
-            if f.tell() == 0:
-                writer.writeheader()
-            writer.writerow(known)
+        with self.path.open("a") as f:
+            f.write("" if f.tell() else ",".join(row) + "\n")
+            f.write(",".join(str(known.get(k, "")) for k in row) + "\n")
         if self.args.track:
             self.wandb.log(known, step=row["global_step"])
         self.last |= known
-        step, terminal, now = row["global_step"], sys.stdout.isatty(), time.time()
-        if terminal or now - self.shown > 15 or "eval/return" in known:
-            self.shown, left = now, int((self.total - step) / row["charts/sps"])
-            text = (
-                f"[{'#' * (20 * step // self.total):.<20}] {step:,}/{self.total:,}"
-                f"  return {self.last.get('charts/episode_return', math.nan):.1f}"
-                f"  eval {self.last.get('eval/return', math.nan):.1f}  KL {row['policy/kl']:.3f}/{self.args.kl_bound:g}"
-                f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
-                f"  {row['charts/sps']:,.0f} steps/s  {left // 60}m{left % 60:02d}s left"
-            )
+        step, speed, terminal = row["global_step"], row["charts/sps"], sys.stdout.isatty()
+        if terminal or "eval/return" in known:
+            left = int((self.total - step) / speed)
+            last = [self.last.get(key, math.nan) for key in ("charts/episode_return", "eval/return")]
+            text = f"[{'#' * (20 * step // self.total):.<20}] {step:,}/{self.total:,}  return {last[0]:.1f}"
+            text += f"  eval {last[1]:.1f}  KL {row['policy/kl']:.3f}/{self.args.kl_bound:g}"
+            text += f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
+            text += f"  {speed:,.0f} steps/s  {left // 60}m{left % 60:02d}s left"
             print(f"\r{text}\033[K" if terminal else text, end="" if terminal else "\n", flush=True)
-
-    def draw(self):
-        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
-        axis, rows = figure.subplots(), list(csv.DictReader(self.path.open()))
-        for key, style in (("charts/episode_return", "-"), ("eval/return", "o-")):
-            points = [(int(r["global_step"]), float(r[key])) for r in rows if r[key]]
-            axis.plot(*np.array(points).reshape(-1, 2).T, style, ms=4, label=key)
-        axis.set(title=f"{self.args.env_id}, {SCRIPT}, seed {self.args.seed}", xlabel="env steps", ylabel="return")
-        axis.legend(frameon=False)
-        axis.grid(alpha=0.3)
-        figure.savefig(self.path.with_name("curve.png"), dpi=110)
+        if "eval/return" in known:  # a new point for curve.png
+            figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
+            axis, (names, *rows) = figure.subplots(), [r.split(",") for r in self.path.read_text().splitlines()]
+            for i, style in ((names.index("charts/episode_return"), "-"), (names.index("eval/return"), "o-")):
+                points = np.array([(r[0], r[i]) for r in rows if r[i]], float).reshape(-1, 2).T
+                axis.plot(*points, style, ms=4, label=names[i])
+            axis.set(title=f"{self.args.env_id}, {SCRIPT}, seed {self.args.seed}", xlabel="env steps", ylabel="return")
+            axis.legend(frameon=False)
+            figure.savefig(self.path.with_name("curve.png"), dpi=110)
 
 
 def resolve(args, suite, device):
@@ -650,8 +603,6 @@ def main(argv=None):
     name = f"{re.sub('[^A-Za-z0-9.-]', '_', args.env_id)}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(args.resume or args.evaluate or args.run_dir or f"runs/{name}")
     run_dir = run_dir.parent if run_dir.is_file() else run_dir
-    if not (saved or args.bench) and (run_dir / "checkpoint.pt").exists():
-        stop(f"{run_dir} already holds a run: use --resume {run_dir} or another --run-dir")
 
     def make_envs(num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, resets=None):  # evaluation's by default
         return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets)
@@ -663,7 +614,7 @@ def main(argv=None):
     agent = Agent(envs, args).to(device)
     parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda], [*agent.critic.parameters()]
     optimisers = [torch.optim.Adam(p, args.learning_rate, fused=True) for p in parameters]
-    step, best, elapsed, signals, clipped = 0, -math.inf, 0.0, [], []
+    step, best, elapsed, signals = 0, -math.inf, 0.0, []
     if saved:
         agent.load_state_dict(saved["agent"])
         for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
@@ -673,7 +624,7 @@ def main(argv=None):
     if args.compile:  # the one place where functions are compiled
         for hot in ("sample_chain", "trajectory_kl", "td_lambda_targets", "critic_loss"):
             globals()[hot] = torch.compile(getattr(globals()[hot], "_torchdynamo_orig_callable", globals()[hot]))
-    batch, seconds = args.num_envs * args.num_steps, defaultdict(float)  # seconds of each phase
+    batch, seconds = args.num_envs * args.num_steps, {}  # seconds of each phase
     iterations = 0 if args.evaluate else args.bench + 3 if args.bench else args.total_timesteps // batch
     grid = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}
     obs, clock = envs.tensor(envs.obs), [0.0]
@@ -682,7 +633,7 @@ def main(argv=None):
         if args.bench and device.type == "cuda":
             torch.cuda.synchronize()
         clock.append(time.perf_counter())
-        seconds[phase] += clock[-1] - clock.pop(0)
+        seconds[phase] = seconds.get(phase, 0.0) + clock[-1] - clock.pop(0)
 
     def save(filename):  # written beside and moved into place: a kill at any moment leaves the old file or the new one
         state = dict(script=SCRIPT, args=vars(args), agent=agent.state_dict(), rng=rng.get_state(), step=step)
@@ -691,15 +642,11 @@ def main(argv=None):
         torch.save(state, run_dir / f"{filename}.tmp")
         os.replace(run_dir / f"{filename}.tmp", run_dir / filename)
 
-    def interrupt(number, _):  # finish the iteration, save, leave; a second signal ends at once
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
     if not (args.bench or args.evaluate):
         log, eval_envs = RunLog(run_dir, args, step, iterations * batch, suite, device), make_envs(resets=resets[1])
         save("checkpoint.pt")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, interrupt)
+        for number in (signal.SIGTERM, signal.SIGINT):  # end after this iteration; a second signal ends at once
+            signal.signal(number, lambda n, _: signals.append(n) or signal.signal(n, signal.SIG_DFL))
     for iteration in range(step // batch + 1, iterations + 1):
         if not args.bench or iteration == 4:  # a bench adds up, after three iterations of warm-up
             seconds.clear()
@@ -717,8 +664,7 @@ def main(argv=None):
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # the only transfer
         step, names = step + batch, ("return", "length", "success")
         if not metrics.pop("finite"):
-            kept = f"the last good checkpoint is {run_dir / 'checkpoint.pt'}"
-            stop(f"the parameters are not finite any more after step {step}; {kept}", code=1)
+            stop(f"non-finite parameters after step {step}; the last good checkpoint is {run_dir / 'checkpoint.pt'}", 1)
         episodes = np.array(envs.finished).mean(0)[1:] if envs.finished else [None] * 3
         envs.finished.clear()
         row = {"global_step": step, "time/elapsed": 0.0, "charts/sps": batch / sum(seconds.values())}
@@ -731,17 +677,13 @@ def main(argv=None):
         row |= {f"time/{k}": v for k, v in seconds.items()}
         row["time/elapsed"] = elapsed = elapsed + sum(seconds.values())
         log.add(row)
-        clipped.append(metrics["losses/clipped_targets"])
-        if len(clipped) % 50 == 0 and (share := np.mean(clipped[-50:])) > 0.05:
-            print(
-                f"\nwarning: {share:.0%} of the last targets were clipped to [{args.vmin:g}, {args.vmax:g}]: widen it"
-            )
+        if iteration in grid and (share := metrics["losses/clipped_targets"]) > 0.05:
+            print(f"\nwarning: {share:.0%} of the targets are clipped to [{args.vmin:g}, {args.vmax:g}]: widen it")
         if iteration in grid and row["eval/return"] > best:
             best = row["eval/return"]
             save("best.pt")
         if iteration in grid or signals:
             save("checkpoint.pt")
-            log.draw()
         if signals:
             print(f"\nstopped by {signal.Signals(signals[0]).name}; go on with --resume {run_dir}")
             raise SystemExit(128 + signals[0])
