@@ -97,10 +97,10 @@ SUITES = {  # the paper's table; the entropy bonus is part of the value, so alph
     "other": dict(gamma=0.99, vmin=-150.0, vmax=150.0, alpha_init=0.01, normalise_reward=True),
 }
 SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size lambda_init".split()
-SIZES = {"cuda": (50_000_000, 1024, 128, 64, 8, 512, 0.01), "cpu": (1_000_000, 64, 64, 32, 2, 128, 1.0)}
+SIZES = {"cuda": (50_000_000, 1024, 128, 64, 8, 512, 0.01), "cpu": (1_000_000, 64, 64, 16, 4, 128, 1.0)}
 SIZES["cuda", "humanoid"] = (50_000_000, 1024, 128, 16, 8, 512, 0.01)
 SIZES["cuda", "HumanoidBench"] = (50_000_000, 128, 128, 8, 8, 256, 0.01)
-SIZES["cpu", "humanoid"] = (1_000_000, 32, 128, 32, 2, 128, 0.1)  # G1 takes 80 MB per env
+SIZES["cpu", "humanoid"] = (1_000_000, 32, 128, 16, 4, 128, 0.1)  # G1 takes 80 MB per env
 
 
 def stop(sentence, code=2):
