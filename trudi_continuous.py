@@ -60,6 +60,7 @@ class Args:
     num_minibatches: int | None = None  # minibatches per epoch; must divide num_envs * num_steps
     update_epochs: int | None = None  # passes over each rollout
     hidden_size: int | None = None  # width of policy and critic (H)
+    policy_delay: int | None = None  # critic steps per step of the policy and the duals, which cost most of the time
     # algorithm
     gamma: float | None = None  # discount factor
     vmin: float | None = None  # lower end of the critic's range
@@ -79,7 +80,8 @@ class Args:
     num_bins: int = 151  # bins of the critic's value distribution
     hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
     aux_coef: float = 1.0  # weight of the critic's auxiliary loss: predicting the next step's features
-    learning_rate: float = 3e-4  # Adam's step size for policy, critic, alpha and lambda
+    learning_rate: float = 3e-4  # Adam's step size for the critic
+    actor_learning_rate: float | None = None  # Adam's step size for policy, alpha and lambda
     max_grad_norm: float = 0.5  # gradients of policy and critic are clipped to this norm each
     eval_points: int = 20  # evaluations during training, evenly spaced; each one also saves a checkpoint
     eval_episodes: int = 16  # episodes per evaluation, in envs of their own
@@ -96,11 +98,15 @@ SUITES = {  # the paper's table; the entropy bonus is part of the value, so alph
     "HumanoidBench": dict(gamma=0.99, vmin=-250.0, vmax=250.0, alpha_init=1.0, normalise_reward=False),
     "other": dict(gamma=0.99, vmin=-150.0, vmax=150.0, alpha_init=0.01, normalise_reward=True),
 }
-SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size lambda_init".split()
-SIZES = {"cuda": (50_000_000, 1024, 128, 64, 8, 512, 0.01), "cpu": (1_000_000, 64, 64, 16, 4, 128, 1.0)}
-SIZES["cuda", "humanoid"] = (50_000_000, 1024, 128, 16, 8, 512, 0.01)
-SIZES["cuda", "HumanoidBench"] = (50_000_000, 128, 128, 8, 8, 256, 0.01)
-SIZES["cpu", "humanoid"] = (1_000_000, 32, 128, 16, 4, 128, 0.1)  # G1 takes 80 MB per env
+SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size".split()
+SIZE_NAMES += "policy_delay actor_learning_rate lambda_init".split()
+SIZES = {
+    "cuda": (50_000_000, 1024, 128, 64, 8, 512, 1, 3e-4, 0.01),
+    "cpu": (1_000_000, 64, 64, 16, 4, 128, 4, 1.2e-3, 1.0),
+}
+SIZES["cuda", "humanoid"] = (50_000_000, 1024, 128, 16, 8, 512, 1, 3e-4, 0.01)
+SIZES["cuda", "HumanoidBench"] = (50_000_000, 128, 128, 8, 8, 256, 1, 3e-4, 0.01)
+SIZES["cpu", "humanoid"] = (1_000_000, 32, 128, 16, 4, 128, 4, 1.2e-3, 0.1)  # G1 takes 80 MB per env
 
 
 def stop(sentence, code=2):
@@ -108,8 +114,7 @@ def stop(sentence, code=2):
     raise SystemExit(code)
 
 
-def choose_backend(env_id, backend):
-    """Settle backend and suite, and refuse what cannot be trained, before anything is built."""
+def choose_backend(env_id, backend):  # -> backend, suite; refuses what cannot be trained
     try:
         envpool = importlib.import_module("envpool")
         known, hint = envpool.list_all_envs(), ""
@@ -138,7 +143,7 @@ class VecEnv:
     The actor sees the first `actor_dim` columns, the critic those from `critic_start` on (privileged ones, or all).
     A non-finite step restarts its env, counts in `nonfinite` and clears `valid`, so that nobody trains on it."""
 
-    def __init__(self, backend, env_id, num_envs, seed, device, threads=1, resets=None, **kwargs):
+    def __init__(self, backend, env_id, num_envs, seed, device, threads=1, resets=None, stagger=0, **kwargs):
         self.backend, self.num_envs, self.device, self.seed = backend, num_envs, device, seed
         if backend == "envpool":
             make = importlib.import_module("envpool").make_gymnasium
@@ -154,6 +159,11 @@ class VecEnv:
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
         while resets is not None and (behind := self.resets < resets).any():
             self.obs[behind] = self.reset_where(behind)
+        length = (
+            self.env.config["max_episode_steps"] if backend == "envpool" else self.env.spec.max_episode_steps
+        ) or 0
+        phase = stagger * (1 + np.arange(num_envs) * (length // max(stagger, 1)) // num_envs)
+        self.limit = np.where(phase > 0, phase, np.inf)  # first episodes end apart, or all envs would stay in step
 
     def flatten(self, obs):  # array or dict of arrays -> (E, O), privileged observations last
         parts = {k: v.reshape(len(v), -1) for k, v in (obs if isinstance(obs, dict) else {"state": obs}).items()}
@@ -190,16 +200,17 @@ class VecEnv:
         bad = ~(np.isfinite(obs).all(1) & np.isfinite(reward))
         if bad.any():
             self.nonfinite += int(bad.sum())
-            obs, reward = np.where(bad[:, None], self.obs, obs), np.where(bad, 0.0, reward)
-            terminated, truncated = terminated & ~bad, truncated | bad
+            obs, reward, terminated = np.where(bad[:, None], self.obs, obs), np.where(bad, 0, reward), terminated & ~bad
         self.episode_return += reward
         self.episode_length += 1
+        whole = terminated | truncated & ~bad  # episodes that ended by themselves
+        truncated = truncated | bad | (self.episode_length >= self.limit)
         self.obs, ended, self.valid = obs.copy(), terminated | truncated, self.tensor(~bad)
         if ended.any():
             success = info.get("success", info.get("is_success", np.full(self.num_envs, np.nan)))
             stats = np.stack([np.arange(self.num_envs), self.episode_return, self.episode_length, success], 1)
-            self.finished += stats[ended & ~bad].tolist()
-            self.obs[ended] = self.reset_where(ended)
+            self.finished += stats[whole].tolist()
+            self.obs[ended], self.limit[ended] = self.reset_where(ended), np.inf
         return tuple(self.tensor(x) for x in (self.obs, reward, terminated, truncated, obs))
 
 
@@ -326,8 +337,7 @@ def trajectory_kl(policy, obs, latents, controls):
     """Eq. (14): KL of Gaussians of equal variance, step by step along the old policy's chains (B, K, N, A) -> (B,)"""
     embedded, weight_x = policy.embed(obs)
     u = policy.control(embedded.transpose(0, 1)[:, None], weight_x, latents)  # all N steps in one batch
-    weights = latents.new_tensor(step_sizes(policy.num_steps)) / 4
-    return ((u - controls).square().sum(-1) * weights).sum(-1).mean(-1)
+    return ((u - controls).square().sum(-1) * latents.new_tensor(step_sizes(policy.num_steps)) / 4).sum(-1).mean(-1)
 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
@@ -436,7 +446,8 @@ def update(agent, optimisers, data, args, rng, lap):
     (actor_optimiser, critic_optimiser), policy, critic = optimisers, agent.policy, agent.critic
     size, history, sparse = len(data["target"]), [], rng.device.type == "cpu" and not args.compile
     for _ in range(args.update_epochs):
-        for index in torch.randperm(size, generator=rng, device=rng.device).split(size // args.num_minibatches):
+        order = torch.randperm(size, generator=rng, device=rng.device)
+        for i, index in enumerate(order.split(size // args.num_minibatches), 1):
             obs, action, latents, controls, valid, target, next_features = (x[index] for x in data.values())
             weight = valid / valid.sum().clamp(min=1)  # (B,), zero for dropped steps
             loss, fit, aux = critic_loss(critic, obs, action, target, next_features, weight, args.aux_coef)
@@ -445,6 +456,8 @@ def update(agent, optimisers, data, args, rng, lap):
             critic_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
             critic_optimiser.step()
             lap("critic")
+            if i % args.policy_delay:
+                continue
             noise = policy.noise(len(index), rng)
             actor, kl, run, bound, inside = actor_loss(agent, obs, latents, controls, noise, weight, args, sparse)
             loss = actor + dual_loss(agent, run, inside, kl, weight, args)
@@ -486,8 +499,7 @@ def evaluate(agent, envs, sampler, args, frames=None):
     return np.array([first.get(i, now) for i, now in enumerate(running)]).T
 
 
-def report(agent, make_envs, args, run_dir, device):
-    """The three samplers on the same seeds, as a table and as eval.json; one episode as video.gif, if wanted."""
+def report(agent, make_envs, args, run_dir, device):  # the three samplers on the same seeds, and the video
     table = {}
     print(f"\n{args.eval_episodes} episodes each{'return':>14}{'std':>9}{'min':>9}{'max':>9}")
     for sampler, setting in (("ode", args.eval_score_scale), ("sde", None), ("best-of-k", args.eval_best_of)):
@@ -557,12 +569,11 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         self.last |= known
         step, speed, terminal = row["global_step"], row["charts/sps"], sys.stdout.isatty()
         if terminal or "eval/return" in known:
-            left = int((self.total - step) / speed)
             last = [self.last.get(key, math.nan) for key in ("charts/episode_return", "eval/return")]
             text = f"[{'#' * (20 * step // self.total):.<20}] {step:,}/{self.total:,}  return {last[0]:.1f}"
             text += f"  eval {last[1]:.1f}  KL {row['policy/kl']:.3f}/{self.args.kl_bound:g}"
             text += f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
-            text += f"  {speed:,.0f} steps/s  {left // 60}m{left % 60:02d}s left"
+            text += f"  {speed:,.0f} steps/s  {(self.total - step) / speed / 60:.1f} min left"
             print(f"\r{text}\033[K" if terminal else text, end="" if terminal else "\n", flush=True)
         if "eval/return" in known:  # a new point for curve.png
             figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
@@ -604,16 +615,19 @@ def main(argv=None):
     run_dir = Path(args.resume or args.evaluate or args.run_dir or f"runs/{name}")
     run_dir = run_dir.parent if run_dir.is_file() else run_dir
 
-    def make_envs(num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, resets=None):  # evaluation's by default
-        return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets)
+    def make_envs(
+        num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, resets=None, stagger=0
+    ):  # of evaluation
+        return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets, stagger)
 
     torch.manual_seed(args.seed)
     rng = torch.Generator(device).manual_seed(args.seed)
     resets = [np.array(r) for r in saved["resets"]] if args.resume else [None, None]
-    envs = make_envs(1 if args.evaluate else args.num_envs, args.seed * 10_007, resets[0])
+    envs = make_envs(1 if args.evaluate else args.num_envs, args.seed * 10_007, resets[0], args.num_steps)
     agent = Agent(envs, args).to(device)
     parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda], [*agent.critic.parameters()]
-    optimisers = [torch.optim.Adam(p, args.learning_rate, fused=True) for p in parameters]
+    rates = args.actor_learning_rate, args.learning_rate
+    optimisers = [torch.optim.Adam(p, lr, fused=True) for p, lr in zip(parameters, rates, strict=True)]
     step, best, elapsed, signals = 0, -math.inf, 0.0, []
     if saved:
         agent.load_state_dict(saved["agent"])

@@ -13,7 +13,8 @@ import trudi_continuous as trudi
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler")
 def test_compiled_equals_eager():
     B, A, H, T = 8, 2, 16, 4
-    args = trudi.Args(hidden_size=H, diffusion_steps=2, num_envs=B, vmin=-10.0, vmax=10.0, alpha_init=0.1, num_bins=11)
+    sizes = dict(hidden_size=H, diffusion_steps=2, num_envs=B, num_bins=11)
+    args = trudi.Args(**sizes, vmin=-10.0, vmax=10.0, alpha_init=0.1, lambda_init=0.1)
     envs = SimpleNamespace(obs=np.zeros((B, 5)), action_dim=A, actor_dim=3, critic_start=1, num_envs=B)
     agent = trudi.Agent(envs, args)
     with torch.no_grad():
