@@ -6,14 +6,13 @@ Eq. (12), the change of the policy an upper bound, Eq. (14). Each iteration coll
 targets once, Eq. (13), (17), (18), fits a categorical critic, and improves the policy through the critic's gradient:
 a state within the KL bound follows the critic, any other is pulled back to the rollout policy, Eq. (19), (20).
 
-    python trudi_continuous.py                              # CheetahRun-v1; small on a CPU, paper scale on CUDA
-    python trudi_continuous.py --env-id my_package:MyEnv-v0 # your own Gymnasium env
-    python trudi_continuous.py --resume runs/FOLDER         # or --evaluate runs/FOLDER/best.pt, or --bench 10
+    python trudi_continuous.py                                # CheetahRun-v1; small on a CPU, paper scale on CUDA
+    python trudi_continuous.py --env-id my_package:MyEnv-v0   # or --resume runs/FOLDER, --evaluate FILE.pt, --bench 10
 
 Departures from the paper: KL samples come from the old policy's chain, kept from the rollout (with samples of the new
 policy the gate never closes), each step's KL in closed form, so never negative; Eq. (18) needs a plus before the
 log-ratio and Eq. (22) an ascent; the network predicts a control u (score = u/2 - x/eta^2) and starts at zero, that is
-at the prior; rewards of envs outside SUITES are normalised; non-finite simulator steps are dropped.
+at the prior; rewards outside SUITES are normalised, first episodes staggered; a CPU takes fewer steps of the policy.
 Shapes: T rollout steps, E envs, B minibatch, O observation, A action, N diffusion steps, K KL samples, H hidden width.
 """
 
@@ -61,7 +60,6 @@ class Args:
     update_epochs: int | None = None  # passes over each rollout
     hidden_size: int | None = None  # width of policy and critic (H)
     policy_delay: int | None = None  # critic steps per step of the policy and the duals, which cost most of the time
-    # algorithm
     gamma: float | None = None  # discount factor
     vmin: float | None = None  # lower end of the critic's range
     vmax: float | None = None  # upper end of the critic's range
@@ -76,7 +74,7 @@ class Args:
     diffusion_steps: int = 8  # denoising steps per action (N)
     eta: float = 2.5  # standard deviation of the prior that denoising starts from
     entropy_target: float = 4.0  # alpha drives `run` to this per action dimension (a bound of -1.665 at eta 2.5)
-    entropy_estimator: Literal["mean", "sampled"] = "mean"  # each step's conditional mean (less noise) or its sample
+    entropy_estimator: Literal["mean", "sampled"] = "mean"  # mean: less noise in the gradient
     num_bins: int = 151  # bins of the critic's value distribution
     hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
     aux_coef: float = 1.0  # weight of the critic's auxiliary loss: predicting the next step's features
@@ -98,15 +96,12 @@ SUITES = {  # the paper's table; the entropy bonus is part of the value, so alph
     "HumanoidBench": dict(gamma=0.99, vmin=-250.0, vmax=250.0, alpha_init=1.0, normalise_reward=False),
     "other": dict(gamma=0.99, vmin=-150.0, vmax=150.0, alpha_init=0.01, normalise_reward=True),
 }
-SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size".split()
-SIZE_NAMES += "policy_delay actor_learning_rate lambda_init".split()
-SIZES = {
-    "cuda": (50_000_000, 1024, 128, 64, 8, 512, 1, 3e-4, 0.01),
-    "cpu": (1_000_000, 64, 64, 16, 4, 128, 4, 1.2e-3, 1.0),
-}
-SIZES["cuda", "humanoid"] = (50_000_000, 1024, 128, 16, 8, 512, 1, 3e-4, 0.01)
-SIZES["cuda", "HumanoidBench"] = (50_000_000, 128, 128, 8, 8, 256, 1, 3e-4, 0.01)
-SIZES["cpu", "humanoid"] = (1_000_000, 32, 128, 16, 4, 128, 4, 1.2e-3, 0.1)  # G1 takes 80 MB per env
+SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size policy_delay".split()
+SIZE_NAMES += ["actor_learning_rate", "lambda_init"]
+SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 3e-4, 0.01), "cpu": (10**6, 64, 64, 16, 4, 128, 4, 1.2e-3, 1.0)}
+SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 3e-4, 0.01)
+SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 3e-4, 0.01)
+SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 4, 1.2e-3, 0.1)  # G1 takes 80 MB per env
 
 
 def stop(sentence, code=2):
@@ -159,9 +154,7 @@ class VecEnv:
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
         while resets is not None and (behind := self.resets < resets).any():
             self.obs[behind] = self.reset_where(behind)
-        length = (
-            self.env.config["max_episode_steps"] if backend == "envpool" else self.env.spec.max_episode_steps
-        ) or 0
+        length = (self.env.config if backend == "envpool" else vars(self.env.spec))["max_episode_steps"] or 0
         phase = stagger * (1 + np.arange(num_envs) * (length // max(stagger, 1)) // num_envs)
         self.limit = np.where(phase > 0, phase, np.inf)  # first episodes end apart, or all envs would stay in step
 
@@ -223,8 +216,8 @@ class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can 
 
     def update(self, obs):  # (E, O): Chan's parallel variance
         var, mean = torch.var_mean(obs, 0, correction=0)
-        delta, total = mean - self.mean, self.count + len(obs)
-        self.var.lerp_(var + delta**2 * self.count / total, len(obs) / total)
+        total = self.count + len(obs)
+        self.var.lerp_(var + (mean - self.mean) ** 2 * self.count / total, len(obs) / total)
         self.mean.lerp_(mean, len(obs) / total)
         self.count.copy_(total)
 
@@ -302,8 +295,7 @@ class Agent(nn.Module):  # all that training changes, in one state_dict
         return return_scale / (self.return_moment[0] / self.return_moment[1]).sqrt().clamp(min=1e-8)
 
 
-def step_sizes(N: int) -> list[float]:
-    """Cosine schedule from the prior (k = 0) to the action (k = N - 1); e_k / eta^2 is the paper's beta * delta."""
+def step_sizes(N):  # cosine schedule from the prior (k = 0) to the action; e_k / eta^2 is the paper's beta * delta
     return [(0.999 * math.cos(math.pi / 2 * (1.008 - (N - k) / N) / 1.008) ** 2 + 0.001) / N for k in range(N)]
 
 
@@ -350,8 +342,7 @@ def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
     return torch.stack(targets[::-1])
 
 
-def hl_gauss(target, edges, sigma):
-    """Targets (B,) -> the mass that Normal(target, sigma) has in each bin (B, bins), renormalised."""
+def hl_gauss(target, edges, sigma):  # (B,) -> mass of Normal(target, sigma) in each bin (B, bins), renormalised
     target = target.clamp((edges[0] + edges[1]) / 2, (edges[-1] + edges[-2]) / 2)
     cdf = torch.erf((edges - target[:, None]) / (sigma * math.sqrt(2)))
     return (cdf[:, 1:] - cdf[:, :-1]) / (cdf[:, -1:] - cdf[:, :1])
@@ -402,8 +393,7 @@ def ode_action(policy, obs, x, c):
 
 
 @torch.no_grad()
-def rollout(agent, envs, obs, args, rng, lap):
-    """Act for T steps; keep the policy's chains, which will define the trust region. -> dict of (T, E, ...), obs"""
+def rollout(agent, envs, obs, args, rng, lap):  # -> dict of (T, E, ...) with the chains for the trust region, obs
     policy, rows = agent.policy, []
     for _ in range(args.num_steps):
         policy.normaliser.update(obs)
@@ -443,8 +433,8 @@ def compute_targets(agent, data, args, rng):
 
 def update(agent, optimisers, data, args, rng, lap):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> means of the metrics, on the device"""
-    (actor_optimiser, critic_optimiser), policy, critic = optimisers, agent.policy, agent.critic
-    size, history, sparse = len(data["target"]), [], rng.device.type == "cpu" and not args.compile
+    (actor_optimiser, critic_optimiser), policy, critic, history = optimisers, agent.policy, agent.critic, []
+    size, sparse = len(data["target"]), rng.device.type == "cpu" and not args.compile
     for _ in range(args.update_epochs):
         order = torch.randperm(size, generator=rng, device=rng.device)
         for i, index in enumerate(order.split(size // args.num_minibatches), 1):
@@ -456,7 +446,7 @@ def update(agent, optimisers, data, args, rng, lap):
             critic_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
             critic_optimiser.step()
             lap("critic")
-            if i % args.policy_delay:
+            if i % args.policy_delay:  # the policy's steps cost most of the time
                 continue
             noise = policy.noise(len(index), rng)
             actor, kl, run, bound, inside = actor_loss(agent, obs, latents, controls, noise, weight, args, sparse)
@@ -522,9 +512,9 @@ def report(agent, make_envs, args, run_dir, device):  # the three samplers on th
 def parse(argv):
     """Flags; --resume and --evaluate take the checkpoint's settings as defaults. -> args, checkpoint or None"""
     args = tyro.cli(Args, args=argv, description=__doc__)
-    if not (args.resume or args.evaluate):
+    if not (given := args.resume or args.evaluate):
         return args, None
-    path = (given := Path(args.resume or args.evaluate)) / ("checkpoint.pt" if given.is_dir() else "")
+    path = Path(given, "checkpoint.pt" if Path(given).is_dir() else "")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         script, before = saved["script"], saved["args"]
@@ -615,19 +605,17 @@ def main(argv=None):
     run_dir = Path(args.resume or args.evaluate or args.run_dir or f"runs/{name}")
     run_dir = run_dir.parent if run_dir.is_file() else run_dir
 
-    def make_envs(
-        num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, resets=None, stagger=0
-    ):  # of evaluation
+    def make_envs(resets=None, num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, stagger=0):
         return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets, stagger)
 
     torch.manual_seed(args.seed)
     rng = torch.Generator(device).manual_seed(args.seed)
     resets = [np.array(r) for r in saved["resets"]] if args.resume else [None, None]
-    envs = make_envs(1 if args.evaluate else args.num_envs, args.seed * 10_007, resets[0], args.num_steps)
+    envs = make_envs(resets[0], 1 if args.evaluate else args.num_envs, args.seed * 10_007, args.num_steps)
     agent = Agent(envs, args).to(device)
     parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda], [*agent.critic.parameters()]
-    rates = args.actor_learning_rate, args.learning_rate
-    optimisers = [torch.optim.Adam(p, lr, fused=True) for p, lr in zip(parameters, rates, strict=True)]
+    optimisers = [torch.optim.Adam(p, args.learning_rate, fused=True) for p in parameters]
+    optimisers[0].param_groups[0]["lr"] = args.actor_learning_rate
     step, best, elapsed, signals = 0, -math.inf, 0.0, []
     if saved:
         agent.load_state_dict(saved["agent"])
@@ -638,10 +626,9 @@ def main(argv=None):
     if args.compile:  # the one place where functions are compiled
         for hot in ("sample_chain", "trajectory_kl", "td_lambda_targets", "critic_loss"):
             globals()[hot] = torch.compile(getattr(globals()[hot], "_torchdynamo_orig_callable", globals()[hot]))
-    batch, seconds = args.num_envs * args.num_steps, {}  # seconds of each phase
+    batch, seconds, clock = args.num_envs * args.num_steps, {}, [0.0]  # seconds of each phase
     iterations = 0 if args.evaluate else args.bench + 3 if args.bench else args.total_timesteps // batch
-    grid = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}
-    obs, clock = envs.tensor(envs.obs), [0.0]
+    grid, obs = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}, envs.tensor(envs.obs)
 
     def lap(phase):
         if args.bench and device.type == "cuda":
@@ -657,7 +644,7 @@ def main(argv=None):
         os.replace(run_dir / f"{filename}.tmp", run_dir / filename)
 
     if not (args.bench or args.evaluate):
-        log, eval_envs = RunLog(run_dir, args, step, iterations * batch, suite, device), make_envs(resets=resets[1])
+        log, eval_envs = RunLog(run_dir, args, step, iterations * batch, suite, device), make_envs(resets[1])
         save("checkpoint.pt")
         for number in (signal.SIGTERM, signal.SIGINT):  # end after this iteration; a second signal ends at once
             signal.signal(number, lambda n, _: signals.append(n) or signal.signal(n, signal.SIG_DFL))
