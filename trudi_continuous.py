@@ -145,8 +145,8 @@ class VecEnv:
             self.env = make(env_id, num_envs=num_envs, seed=seed, num_threads=threads, **kwargs)
         else:
             self.env = gym.make_vec(env_id, num_envs, "sync", dict(autoreset_mode="Disabled"), **kwargs)
-        self.space = self.env.single_action_space
-        low, high = (np.nan_to_num(x.reshape(-1), posinf=1, neginf=-1) for x in (self.space.low, self.space.high))
+        self.space = space = self.env.single_action_space
+        low, high = (np.nan_to_num(x.reshape(-1), posinf=1, neginf=-1) for x in (space.low, space.high))
         self.centre, self.halfwidth, self.action_dim = (high + low) / 2, (high - low) / 2, len(low)
         self.nonfinite, self.finished = 0, []  # finished: [env, return, length, success] of each ended episode
         self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs)
@@ -304,8 +304,7 @@ def sample_chain(policy, obs, noise, estimator="mean"):
     -> action (B, A), run (B,), bound (B,), latents x_0..x_{N-1} and controls, (B, N, A) each"""
     A, h, sizes = policy.action_dim, policy.eta**-2, step_sizes(policy.num_steps)
     e = noise.new_tensor(sizes)[:, None, None]  # (N, 1, 1)
-    embedded, weight_x = policy.embed(obs)
-    pushes = noise[1:] * (2 * e).sqrt()
+    embedded, weight_x, pushes = *policy.embed(obs), noise[1:] * (2 * e).sqrt()
     x, latents, controls = policy.eta * noise[0], [], []
     for k, size in enumerate(sizes):
         latents.append(x)
