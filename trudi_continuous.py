@@ -434,9 +434,9 @@ def update(agent, optimisers, data, args, rng, lap):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> means of the metrics, on the device"""
     (actor_optimiser, critic_optimiser), policy, critic, history = optimisers, agent.policy, agent.critic, []
     size, sparse = len(data["target"]), rng.device.type == "cpu" and not args.compile
-    for _ in range(args.update_epochs):
+    for epoch in range(args.update_epochs):
         order = torch.randperm(size, generator=rng, device=rng.device)
-        for i, index in enumerate(order.split(size // args.num_minibatches), 1):
+        for i, index in enumerate(order.split(size // args.num_minibatches), epoch * args.num_minibatches + 1):
             obs, action, latents, controls, valid, target, next_features = (x[index] for x in data.values())
             weight = valid / valid.sum().clamp(min=1)  # (B,), zero for dropped steps
             loss, fit, aux = critic_loss(critic, obs, action, target, next_features, weight, args.aux_coef)
@@ -445,7 +445,7 @@ def update(agent, optimisers, data, args, rng, lap):
             critic_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
             critic_optimiser.step()
             lap("critic")
-            if i % args.policy_delay:  # the policy's steps cost most of the time
+            if i % min(args.policy_delay, args.update_epochs * args.num_minibatches):
                 continue
             noise = policy.noise(len(index), rng)
             actor, kl, run, bound, inside = actor_loss(agent, obs, latents, controls, noise, weight, args, sparse)
