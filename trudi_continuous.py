@@ -80,6 +80,7 @@ class Args:
     aux_coef: float = 1.0  # weight of the critic's auxiliary loss: predicting the next step's features
     learning_rate: float = 3e-4  # Adam's step size for the critic
     actor_learning_rate: float | None = None  # Adam's step size for policy, alpha and lambda
+    anneal: float | None = None  # share of it that is gone by the end of the run, linearly
     max_grad_norm: float = 0.5  # gradients of policy and critic are clipped to this norm each
     eval_points: int = 20  # evaluations during training, evenly spaced; each one also saves a checkpoint
     eval_episodes: int = 16  # episodes per evaluation, in envs of their own
@@ -97,11 +98,14 @@ SUITES = {  # the paper's table; the entropy bonus is part of the value, so alph
     "other": dict(gamma=0.99, vmin=-150.0, vmax=150.0, alpha_init=0.01, normalise_reward=True),
 }
 SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size policy_delay".split()
-SIZE_NAMES += ["actor_learning_rate", "lambda_init"]
-SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 3e-4, 0.01), "cpu": (10**6, 64, 64, 16, 4, 128, 4, 1.2e-3, 1.0)}
-SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 3e-4, 0.01)
-SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 3e-4, 0.01)
-SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 4, 1.2e-3, 0.1)  # G1 takes 80 MB per env
+SIZE_NAMES += ["actor_learning_rate", "anneal", "lambda_init"]
+SIZES = {
+    "cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 3e-4, 0, 0.01),
+    "cpu": (10**6, 64, 64, 16, 4, 128, 4, 1.2e-3, 1, 1),
+}
+SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 3e-4, 0, 0.01)
+SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 3e-4, 0, 0.01)
+SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 4, 1.2e-3, 1, 0.1)  # G1 takes 80 MB per env
 
 
 def stop(sentence, code=2):
@@ -583,7 +587,7 @@ def resolve(args, suite, device):
         chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
         args = dataclasses.replace(args, **chosen)
         print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
-    free = "seed bench vmin vmax gamma td_lambda aux_coef entropy_target eval_score_scale".split()
+    free = "seed bench anneal vmin vmax gamma td_lambda aux_coef entropy_target eval_score_scale".split()
     low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
     if low or args.vmin >= args.vmax:
         stop(f"{low[0]} must be positive" if low else f"vmin {args.vmin} must be below vmax {args.vmax}")
@@ -614,7 +618,6 @@ def main(argv=None):
     agent = Agent(envs, args).to(device)
     parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda], [*agent.critic.parameters()]
     optimisers = [torch.optim.Adam(p, args.learning_rate, fused=True) for p in parameters]
-    optimisers[0].param_groups[0]["lr"] = args.actor_learning_rate
     step, best, elapsed, signals = 0, -math.inf, 0.0, []
     if saved:
         agent.load_state_dict(saved["agent"])
@@ -651,6 +654,9 @@ def main(argv=None):
         if not args.bench or iteration == 4:  # a bench adds up, after three iterations of warm-up
             seconds.clear()
         clock[0] = time.perf_counter()
+        optimisers[0].param_groups[0]["lr"] = args.actor_learning_rate * (
+            1 - args.anneal * (iteration - 1) / iterations
+        )
         data, obs = rollout(agent, envs, obs, args, rng, lap)
         data = compute_targets(agent, data, args, rng)
         lap("targets")
