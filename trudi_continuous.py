@@ -99,10 +99,8 @@ SUITES = {  # the paper's table; the entropy bonus is part of the value, so alph
 }
 SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size policy_delay".split()
 SIZE_NAMES += ["actor_learning_rate", "anneal", "lambda_init"]
-SIZES = {
-    "cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 3e-4, 0, 0.01),
-    "cpu": (10**6, 64, 64, 16, 4, 128, 4, 1.2e-3, 1, 1),
-}
+SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 3e-4, 0, 0.01)}
+SIZES["cpu"] = (10**6, 64, 64, 16, 4, 128, 4, 1.2e-3, 1, 1)
 SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 3e-4, 0, 0.01)
 SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 3e-4, 0, 0.01)
 SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 4, 1.2e-3, 1, 0.1)  # G1 takes 80 MB per env
@@ -654,9 +652,7 @@ def main(argv=None):
         if not args.bench or iteration == 4:  # a bench adds up, after three iterations of warm-up
             seconds.clear()
         clock[0] = time.perf_counter()
-        optimisers[0].param_groups[0]["lr"] = args.actor_learning_rate * (
-            1 - args.anneal * (iteration - 1) / iterations
-        )
+        optimisers[0].param_groups[0]["lr"] = args.actor_learning_rate * (1 - args.anneal * step / iterations / batch)
         data, obs = rollout(agent, envs, obs, args, rng, lap)
         data = compute_targets(agent, data, args, rng)
         lap("targets")
