@@ -334,7 +334,7 @@ def trajectory_kl(policy, obs, latents, controls):
 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
-    """Eq. (17), (18), all (T, E): value is Q at the true next observation, cut marks an episode's or rollout's end."""
+    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode or rollout."""
     targets, following = [], value[-1]
     for t in reversed(range(len(reward))):
         trace = torch.where(cut[t], ~terminated[t] * value[t], td_lambda * following + (1 - td_lambda) * value[t])
@@ -510,8 +510,7 @@ def report(agent, make_envs, args, run_dir, device):  # the three samplers on th
     print(f"saved in {run_dir}: {', '.join(sorted(p.name for p in run_dir.iterdir()))}")
 
 
-def parse(argv):
-    """Flags; --resume and --evaluate take the checkpoint's settings as defaults. -> args, checkpoint or None"""
+def parse(argv):  # -> args, checkpoint or None; --resume and --evaluate start from the checkpoint's settings
     args = tyro.cli(Args, args=argv, description=__doc__)
     if not (given := args.resume or args.evaluate):
         return args, None
@@ -577,8 +576,7 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
             figure.savefig(self.path.with_name("curve.png"), dpi=110)
 
 
-def resolve(args, suite, device):
-    """Fill in what the user left open, say what was chosen and why, refuse what cannot work."""
+def resolve(args, suite, device):  # fill in what was left open, say what and why, refuse what cannot work
     sizes = dict(zip(SIZE_NAMES, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
     print(f"{args.env_id} by {args.backend}, {args.torch_threads} CPU thread(s); settings not given by flag:")
     for reason, table in ((f"suite {suite}", SUITES[suite]), (f"device {device}", sizes)):
