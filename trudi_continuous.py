@@ -46,7 +46,7 @@ class Args:
     backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for DMC, Gym MuJoCo, Playground ids
     total_timesteps: int | None = None  # env steps of the whole run (default: 1M on a CPU, 50M on CUDA)
     seed: int = 1  # of the networks, the noise and the envs
-    device: str = "auto"  # torch device; auto takes CUDA where it is present
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where it is present
     run_dir: str | None = None  # folder of this run (default: runs/<env>__<script>__<seed>__<time>)
     resume: str | None = None  # folder of an interrupted run to go on with, under its own settings
     evaluate: str | None = None  # checkpoint to evaluate with all three samplers instead of training
@@ -157,7 +157,7 @@ class VecEnv:
         while resets is not None and (behind := self.resets < resets).any():
             self.obs[behind] = self.reset_where(behind)
         length = (self.env.config if backend == "envpool" else vars(self.env.spec))["max_episode_steps"] or 0
-        phase = stagger * (1 + np.arange(num_envs) * (length // max(stagger, 1)) // num_envs)
+        phase = stagger * (length > 0) * (1 + np.arange(num_envs) * (length // max(stagger, 1)) // num_envs)
         self.limit = np.where(phase > 0, phase, np.inf)  # first episodes end apart, or all envs would stay in step
 
     def flatten(self, obs):  # array or dict of arrays -> (E, O), privileged observations last
@@ -191,7 +191,7 @@ class VecEnv:
     def step(self, action):
         action = (self.centre + self.halfwidth * action.cpu().numpy().clip(-1, 1)).astype(self.space.dtype)
         obs, reward, terminated, truncated, info = self.env.step(action.reshape(self.num_envs, *self.space.shape))
-        obs = self.flatten(obs)
+        obs, reward = self.flatten(obs), reward.astype(np.float32)
         bad = ~(np.isfinite(obs).all(1) & np.isfinite(reward))
         if bad.any():
             self.nonfinite += int(bad.sum())
@@ -212,9 +212,8 @@ class VecEnv:
 class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can lose it
     def __init__(self, dim):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(dim))
-        self.register_buffer("var", torch.ones(dim))
-        self.register_buffer("count", torch.tensor(1e-4))
+        for name, value in (("mean", torch.zeros(dim)), ("var", torch.ones(dim)), ("count", torch.tensor(1e-4))):
+            self.register_buffer(name, value)
 
     def update(self, obs):  # (E, O): Chan's parallel variance
         var, mean = torch.var_mean(obs, 0, correction=0)
@@ -364,9 +363,8 @@ def actor_loss(agent, obs, latents, controls, noise, weight, args, sparse):
     fixed, as a GPU wants them. -> loss, c(s), then run, bound and weight of the improving states"""
     with torch.set_grad_enabled(not sparse):
         kl = back = trajectory_kl(agent.policy, obs, latents, controls)
-    inside, everywhere = kl <= args.kl_bound, torch.ones_like(kl, dtype=torch.bool)
-    modes = dict(split=(inside, ~inside), penalty=(everywhere, everywhere), none=(everywhere, ~everywhere))
-    improve, pull = modes[args.trust_region]
+    inside, every = kl <= args.kl_bound, torch.ones_like(kl, dtype=torch.bool)
+    improve, pull = dict(split=(inside, ~inside), penalty=(every, every), none=(every, ~every))[args.trust_region]
     improve_weight, pull_weight = weight * improve, weight * pull
     if sparse:
         a, b = improve.nonzero()[:, 0], pull.nonzero()[:, 0]
@@ -537,17 +535,19 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         about = dict(suite=suite, device=str(device), git=git.stdout.strip() or None, python=sys.version.split()[0])
         about |= {module.__name__: module.__version__ for module in (torch, np, gym)}
         try:
+            wandb = importlib.import_module("wandb") if args.track else None
             run_dir.mkdir(parents=True, exist_ok=True)
-            with (run_dir / "args.json").open("w" if args.resume else "x") as f:
-                json.dump(vars(args) | about, f, indent=1)
-        except OSError as e:
-            stop(f"cannot start a run in {run_dir}: {e.strerror} (--resume goes on with an old one)")
+            if not args.resume and (run_dir / "checkpoint.pt").exists():
+                raise FileExistsError(17, "it already holds one, which --resume goes on with")
+            (run_dir / "args.json").write_text(json.dumps(vars(args) | about, indent=1))
+        except (OSError, ImportError) as e:
+            stop(f"cannot start a run in {run_dir}: {getattr(e, 'strerror', e)}")
         print(f"run folder: {run_dir}")
         rows = self.path.read_text().splitlines(True) if step and self.path.exists() else []
         kept = [r for r in rows[1:] if r.endswith("\n") and int(r.split(",")[0]) <= step]  # later ones will come again
         self.path.write_text("".join(rows[:1] + kept))
         if args.track:
-            self.wandb = importlib.import_module("wandb").init(name=run_dir.name, config=vars(args), dir=str(run_dir))
+            self.wandb = wandb.init(name=run_dir.name, config=vars(args), dir=str(run_dir))
 
     def add(self, row):
         known = {k: v for k, v in row.items() if v is not None and v == v}
@@ -585,8 +585,8 @@ def resolve(args, suite, device):  # fill in what was left open, say what and wh
         print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
     free = "seed bench anneal vmin vmax gamma td_lambda aux_coef entropy_target eval_score_scale".split()
     low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
-    if low or args.vmin >= args.vmax:
-        stop(f"{low[0]} must be positive" if low else f"vmin {args.vmin} must be below vmax {args.vmax}")
+    if low or args.vmin >= args.vmax or args.num_bins < 2:
+        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, and num_bins at least 2")
     if (batch := args.num_envs * args.num_steps) % args.num_minibatches or args.total_timesteps < batch:
         stop(f"num_envs * num_steps = {batch} must be a multiple of num_minibatches and at most total_timesteps")
     return args
@@ -602,7 +602,7 @@ def main(argv=None):
     args = resolve(args, suite, device)
     name = f"{re.sub('[^A-Za-z0-9.-]', '_', args.env_id)}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(args.resume or args.evaluate or args.run_dir or f"runs/{name}")
-    run_dir = run_dir.parent if run_dir.is_file() else run_dir
+    run_dir = run_dir.parent if saved and run_dir.is_file() else run_dir
 
     def make_envs(resets=None, num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, stagger=0):
         return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets, stagger)

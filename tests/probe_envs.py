@@ -136,4 +136,4 @@ gym.register("One-v0", Probe)
 gym.register("Endless-v0", Probe, kwargs=dict(length=4, terminates=False))
 for probe in (Late, Sign, Climb, Target, Peaks, Clock, Faulty, Discrete, Uninstalled):
     gym.register(f"{probe.__name__}-v0", probe)
-gym.register("BadReset-v0", Faulty, kwargs=dict(reset_fault=1.0))
+gym.register("Limited-v0", Clock, max_episode_steps=8)

@@ -53,6 +53,17 @@ def test_contract_with_a_time_limit(backend, env_id, kwargs, limit):
     assert [e[2] for e in envs.finished] == [limit] * 9
 
 
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "probe_envs:Limited-v0"])
+def test_first_episodes_can_be_staggered(env_id):
+    short = ["envpool", dict(max_episode_steps=8)] if env_id == "HalfCheetah-v5" else ["gymnasium", {}]
+    envs = make(short[0], env_id, 4, stagger=2, **short[1])
+    obs, _, terminated, truncated, final_obs, valid = play(envs, noise(envs, 24))
+    ends = [(x.nonzero()[:, 0] + 1).tolist() for x in truncated.T]
+    assert ends == [[2, 10, 18], [4, 12, 20], [6, 14, 22], [8, 16, 24]] and not terminated.any() and valid.all()
+    assert (final_obs[truncated] != obs[truncated]).any(-1).all()
+    assert [e[2] for e in envs.finished] == [8] * 9, "a cut episode is no result"
+
+
 def test_same_step_observations_are_the_right_ones():
     envs = make("gymnasium", CLOCK, length=4)
     obs, _, _, _, final_obs, _ = play(envs, noise(envs, 9))

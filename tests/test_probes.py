@@ -7,6 +7,7 @@ from test_runs import load, run
 import trudi_continuous as trudi
 
 SETTINGS = """--num-envs 16 --num-steps 4 --num-minibatches 2 --update-epochs 2 --hidden-size 32 --learning-rate 3e-3
+    --actor-learning-rate 3e-3 --policy-delay 1 --anneal 0 --lambda-init 0.01
     --gamma 0.5 --vmin -2 --vmax 4 --num-bins 51 --normalise-reward False --eval-points 1 --eval-episodes 2""".split()
 
 
