@@ -101,6 +101,7 @@ SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs h
 SIZE_NAMES += ["actor_learning_rate", "anneal", "lambda_init"]
 SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 3e-4, 0, 0.01)}
 SIZES["cpu"] = (10**6, 64, 64, 16, 4, 128, 4, 1.2e-3, 1, 1)
+SIZES["cpu", "other"] = (10**6, 64, 64, 16, 4, 128, 1, 3e-4, 0, 1)  # Pendulum-v1 lost late what it had with the above
 SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 3e-4, 0, 0.01)
 SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 3e-4, 0, 0.01)
 SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 4, 1.2e-3, 1, 0.1)  # G1 takes 80 MB per env
@@ -464,8 +465,7 @@ def update(agent, optimisers, data, args, rng, lap):
 
 
 @torch.no_grad()
-def evaluate(agent, envs, sampler, args, frames=None):
-    """First episode of each env, frozen normaliser, noise of its own. -> return, length and success, (3, E)"""
+def evaluate(agent, envs, sampler, args, frames=None):  # first episode of each env -> return, length, success (3, E)
     policy, critic, K = agent.policy, agent.critic, args.eval_best_of if sampler == "best-of-k" else 1
     rng, obs, first = torch.Generator(envs.device).manual_seed(args.seed), envs.reset(), {}
     for _ in range(10_000):  # an env without a time limit is cut here
