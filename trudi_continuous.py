@@ -105,8 +105,12 @@ SIZES["cpu", "other"] = (10**6, 64, 64, 16, 4, 128, 1, 3e-4, 0, 1)  # Pendulum-v
 SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 3e-4, 0, 0.01)
 SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 3e-4, 0, 0.01)
 SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 4, 1.2e-3, 1, 0.1)  # G1 takes 80 MB per env
+SAMPLERS = "ode", "sde", "best-of-k"
+HOT = "sample_chain", "trajectory_kl", "td_lambda_targets", "critic_loss"  # what --compile compiles
+PROGRESS = "KL {policy/kl:.3f}/{kl_bound:g}  alpha {policy/alpha:.2g}  lambda {policy/lambda:.2g}"
 
 
+# --- shared: environments ---
 def stop(sentence, code=2):
     print(f"error: {sentence}", file=sys.stderr)
     raise SystemExit(code)
@@ -210,6 +214,8 @@ class VecEnv:
         return tuple(self.tensor(x) for x in (self.obs, reward, terminated, truncated, obs))
 
 
+# --- end shared ---
+# --- shared: normalisers and targets ---
 class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can lose it
     def __init__(self, dim):
         super().__init__()
@@ -227,6 +233,31 @@ class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can 
         return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
 
 
+class RewardScale(nn.Module):  # scales rewards so that discounted returns get a given root mean square
+    def __init__(self, num_envs):
+        super().__init__()
+        self.register_buffer("discounted_return", torch.zeros(num_envs))
+        self.register_buffer("moment", torch.zeros(2))  # sum of its squares, count
+
+    def forward(self, reward, ended, gamma, return_scale):  # (T, E)
+        for r, end in zip(reward, ended, strict=True):
+            self.discounted_return.mul_(gamma).add_(r)
+            self.moment += torch.stack([self.discounted_return.square().sum(), torch.ones_like(r).sum()])
+            self.discounted_return *= ~end
+        return reward * return_scale / (self.moment[0] / self.moment[1]).sqrt().clamp(min=1e-8)
+
+
+def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
+    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode or rollout."""
+    targets, following = [], value[-1]
+    for t in reversed(range(len(reward))):
+        trace = torch.where(cut[t], ~terminated[t] * value[t], td_lambda * following + (1 - td_lambda) * value[t])
+        following = reward[t] + gamma * trace
+        targets.append(following)
+    return torch.stack(targets[::-1])
+
+
+# --- end shared ---
 class DiffusionPolicy(nn.Module):  # predicts the control u(x, s, k) of denoising step k; see sample_chain
     def __init__(self, obs_dim, actor_dim, action_dim, hidden, num_steps, eta):
         super().__init__()
@@ -257,9 +288,12 @@ class DiffusionPolicy(nn.Module):  # predicts the control u(x, s, k) of denoisin
         return self.out(z)
 
 
+# --- shared: critic ---
 class Critic(nn.Module):  # REPPO's: Q(s, a) as a distribution over bins, and a predictor of the next step's features
     def __init__(self, critic_start, obs_dim, action_dim, H, num_bins, vmin, vmax, hl_sigma):
         super().__init__()
+        if vmin >= vmax or num_bins < 2:
+            stop("vmin must be below vmax, and num_bins at least 2")
         width = (vmax - vmin) / (num_bins - 1)
         self.critic_start, self.sigma = critic_start, hl_sigma * width
         self.register_buffer("centres", torch.linspace(vmin, vmax, num_bins), False)
@@ -278,6 +312,22 @@ class Critic(nn.Module):  # REPPO's: Q(s, a) as a distribution over bins, and a 
         return self.head(features).softmax(-1) @ self.centres
 
 
+def hl_gauss(target, edges, sigma):  # (B,) -> mass of Normal(target, sigma) in each bin (B, bins), renormalised
+    target = target.clamp((edges[0] + edges[1]) / 2, (edges[-1] + edges[-2]) / 2)
+    cdf = torch.erf((edges - target[:, None]) / (sigma * math.sqrt(2)))
+    return (cdf[:, 1:] - cdf[:, :-1]) / (cdf[:, -1:] - cdf[:, :1])
+
+
+def critic_loss(critic, obs, action, target, next_features, weight, aux_coef):
+    """Cross-entropy to the HL-Gauss target, and the auxiliary prediction; weight (B,) sums to one."""
+    features = critic.features(obs, action)
+    log_probs = critic.head(features).log_softmax(-1)
+    fit = -((hl_gauss(target, critic.edges, critic.sigma) * log_probs).sum(-1) * weight).sum()
+    aux = ((critic.predictor(features) - next_features).square().mean(-1) * weight).sum()
+    return fit + aux_coef * aux, fit, aux
+
+
+# --- end shared ---
 class Agent(nn.Module):  # all that training changes, in one state_dict
     def __init__(self, envs, args):
         super().__init__()
@@ -286,15 +336,11 @@ class Agent(nn.Module):  # all that training changes, in one state_dict
         self.critic = Critic(envs.critic_start, obs_dim, A, H, args.num_bins, args.vmin, args.vmax, args.hl_sigma)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha_init)))
         self.log_lambda = nn.Parameter(torch.tensor(math.log(args.lambda_init)))
-        self.register_buffer("discounted_return", torch.zeros(args.num_envs))
-        self.register_buffer("return_moment", torch.zeros(2))  # sum of its squares, count
+        self.reward_scale = RewardScale(args.num_envs)
 
-    def reward_scale(self, reward, ended, gamma, return_scale):  # (T, E); RMS of discounted returns -> return_scale
-        for r, end in zip(reward, ended, strict=True):
-            self.discounted_return.mul_(gamma).add_(r)
-            self.return_moment += torch.stack([self.discounted_return.square().sum(), torch.ones_like(r).sum()])
-            self.discounted_return *= ~end
-        return return_scale / (self.return_moment[0] / self.return_moment[1]).sqrt().clamp(min=1e-8)
+    def optimisers(self, args):  # of policy and duals, of the critic
+        parameters = [*self.policy.parameters(), self.log_alpha, self.log_lambda], [*self.critic.parameters()]
+        return [torch.optim.Adam(p, args.learning_rate, fused=True) for p in parameters]
 
 
 def step_sizes(N):  # cosine schedule from the prior (k = 0) to the action; e_k / eta^2 is the paper's beta * delta
@@ -331,31 +377,6 @@ def trajectory_kl(policy, obs, latents, controls):
     embedded, weight_x = policy.embed(obs)
     u = policy.control(embedded.transpose(0, 1)[:, None], weight_x, latents)  # all N steps in one batch
     return ((u - controls).square().sum(-1) * latents.new_tensor(step_sizes(policy.num_steps)) / 4).sum(-1).mean(-1)
-
-
-def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
-    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode or rollout."""
-    targets, following = [], value[-1]
-    for t in reversed(range(len(reward))):
-        trace = torch.where(cut[t], ~terminated[t] * value[t], td_lambda * following + (1 - td_lambda) * value[t])
-        following = reward[t] + gamma * trace
-        targets.append(following)
-    return torch.stack(targets[::-1])
-
-
-def hl_gauss(target, edges, sigma):  # (B,) -> mass of Normal(target, sigma) in each bin (B, bins), renormalised
-    target = target.clamp((edges[0] + edges[1]) / 2, (edges[-1] + edges[-2]) / 2)
-    cdf = torch.erf((edges - target[:, None]) / (sigma * math.sqrt(2)))
-    return (cdf[:, 1:] - cdf[:, :-1]) / (cdf[:, -1:] - cdf[:, :1])
-
-
-def critic_loss(critic, obs, action, target, next_features, weight, aux_coef):
-    """Cross-entropy to the HL-Gauss target, and the auxiliary prediction; weight (B,) sums to one."""
-    features = critic.features(obs, action)
-    log_probs = critic.head(features).log_softmax(-1)
-    fit = -((hl_gauss(target, critic.edges, critic.sigma) * log_probs).sum(-1) * weight).sum()
-    aux = ((critic.predictor(features) - next_features).square().mean(-1) * weight).sum()
-    return fit + aux_coef * aux, fit, aux
 
 
 def actor_loss(agent, obs, latents, controls, noise, weight, args, sparse):
@@ -418,7 +439,7 @@ def compute_targets(agent, data, args, rng):
     features, value, bound = map(torch.cat, zip(*chunks, strict=True))
     reward, terminated, cut = data["reward"], data["terminated"], data["terminated"] | data["truncated"]
     if args.normalise_reward:
-        reward = reward * agent.reward_scale(reward, cut, args.gamma, args.return_scale)
+        reward = agent.reward_scale(reward, cut, args.gamma, args.return_scale)
     soft_reward = reward + args.gamma * ~terminated * agent.log_alpha.exp() * bound.view(T, E)
     cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
     cut[-1] = True
@@ -431,9 +452,10 @@ def compute_targets(agent, data, args, rng):
     return flat
 
 
-def update(agent, optimisers, data, args, rng, lap):
+def update(agent, optimisers, data, args, rng, lap, progress):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> means of the metrics, on the device"""
     (actor_optimiser, critic_optimiser), policy, critic, history = optimisers, agent.policy, agent.critic, []
+    actor_optimiser.param_groups[0]["lr"] = args.actor_learning_rate * (1 - args.anneal * progress)
     size, sparse = len(data["target"]), rng.device.type == "cpu" and not args.compile
     for epoch in range(args.update_epochs):
         order = torch.randperm(size, generator=rng, device=rng.device)
@@ -461,25 +483,31 @@ def update(agent, optimisers, data, args, rng, lap):
             lap("actor")
     names = "losses/critic losses/auxiliary losses/critic_grad_norm losses/actor losses/actor_grad_norm policy/kl"
     names = (names + " policy/inside policy/run policy/entropy_bound").split()
-    return dict(zip(names, torch.stack(history).mean(0), strict=True))
+    metrics, target = dict(zip(names, torch.stack(history).mean(0), strict=True)), data["target"]
+    outside = (target < args.vmin) | (target > args.vmax)
+    metrics |= {"losses/target": target.mean(), "losses/clipped_targets": outside.float().mean()}
+    return metrics | {"policy/alpha": agent.log_alpha.exp(), "policy/lambda": agent.log_lambda.exp()}
 
 
+def act(agent, x, sampler, args, rng):  # action of the normalised observations x under an evaluation sampler
+    policy, critic, K = agent.policy, agent.critic, args.eval_best_of if sampler == "best-of-k" else 1
+    noise = policy.noise(len(x) * K, rng)
+    if sampler == "ode":
+        return ode_action(policy, x, policy.eta * noise[0], args.eval_score_scale)
+    x = x.repeat_interleave(K, 0)
+    action = sample_chain(policy, x, noise)[0]
+    best = critic.value(critic.features(x, action)).view(-1, K).argmax(1, keepdim=True)  # (E, 1)
+    return action.view(len(best), K, -1).take_along_dim(best[:, :, None], 1)[:, 0]
+
+
+# --- shared: evaluation ---
 @torch.no_grad()
 def evaluate(agent, envs, sampler, args, frames=None):  # first episode of each env -> return, length, success (3, E)
-    policy, critic, K = agent.policy, agent.critic, args.eval_best_of if sampler == "best-of-k" else 1
     rng, obs, first = torch.Generator(envs.device).manual_seed(args.seed), envs.reset(), {}
     for _ in range(10_000):  # an env without a time limit is cut here
         if frames is not None:
             frames.append(np.asarray(envs.env.render()[0], np.uint8))
-        x = policy.normaliser(obs).repeat_interleave(K, 0)
-        noise = policy.noise(len(x), rng)
-        if sampler == "ode":
-            action = ode_action(policy, x, policy.eta * noise[0], args.eval_score_scale)
-        else:
-            action = sample_chain(policy, x, noise)[0]
-            best = critic.value(critic.features(x, action)).view(-1, K).argmax(1, keepdim=True)  # (E, 1)
-            action = action.view(len(obs), K, -1).take_along_dim(best[:, :, None], 1)[:, 0]
-        obs, *_ = envs.step(action)
+        obs, *_ = envs.step(act(agent, agent.policy.normaliser(obs), sampler, args, rng))
         first = {env: episode for env, *episode in envs.finished[::-1]} if envs.finished else first
         if len(first) == envs.num_envs:
             break
@@ -488,13 +516,13 @@ def evaluate(agent, envs, sampler, args, frames=None):  # first episode of each 
     return np.array([first.get(i, now) for i, now in enumerate(running)]).T
 
 
-def report(agent, make_envs, args, run_dir, device):  # the three samplers on the same seeds, and the video
+def report(agent, make_envs, args, run_dir, device):  # all samplers on the same seeds, and the video
     table = {}
     print(f"\n{args.eval_episodes} episodes each{'return':>14}{'std':>9}{'min':>9}{'max':>9}")
-    for sampler, setting in (("ode", args.eval_score_scale), ("sde", None), ("best-of-k", args.eval_best_of)):
+    for sampler in SAMPLERS:
         x, lengths, success = evaluate(agent, make_envs(), sampler, args)
         print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}")
-        table[sampler] = dict(mean=x.mean(), std=x.std(), setting=setting, length=lengths.mean(), returns=x.tolist())
+        table[sampler] = dict(mean=x.mean(), std=x.std(), length=lengths.mean(), returns=x.tolist())
         table[sampler]["success"] = None if np.isnan(success).any() else success.mean()
     (run_dir / "eval.json").write_text(json.dumps(table, indent=1))
     try:
@@ -508,6 +536,8 @@ def report(agent, make_envs, args, run_dir, device):  # the three samplers on th
     print(f"saved in {run_dir}: {', '.join(sorted(p.name for p in run_dir.iterdir()))}")
 
 
+# --- end shared ---
+# --- shared: run ---
 def parse(argv):  # -> args, checkpoint or None; --resume and --evaluate start from the checkpoint's settings
     args = tyro.cli(Args, args=argv, description=__doc__)
     if not (given := args.resume or args.evaluate):
@@ -561,8 +591,7 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         if terminal or "eval/return" in known:
             last = [self.last.get(key, math.nan) for key in ("charts/episode_return", "eval/return")]
             text = f"[{'#' * (20 * step // self.total):.<20}] {step:,}/{self.total:,}  return {last[0]:.1f}"
-            text += f"  eval {last[1]:.1f}  KL {row['policy/kl']:.3f}/{self.args.kl_bound:g}"
-            text += f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
+            text += f"  eval {last[1]:.1f}  " + PROGRESS.format_map(vars(self.args) | row)
             text += f"  {speed:,.0f} steps/s  {(self.total - step) / speed / 60:.1f} min left"
             print(f"\r{text}\033[K" if terminal else text, end="" if terminal else "\n", flush=True)
         if "eval/return" in known:  # a new point for curve.png
@@ -585,8 +614,8 @@ def resolve(args, suite, device):  # fill in what was left open, say what and wh
         print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
     free = "seed bench anneal vmin vmax gamma td_lambda aux_coef entropy_target eval_score_scale".split()
     low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
-    if low or args.vmin >= args.vmax or args.num_bins < 2:
-        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, and num_bins at least 2")
+    if low:
+        stop(f"{low[0]} must be positive")
     if (batch := args.num_envs * args.num_steps) % args.num_minibatches or args.total_timesteps < batch:
         stop(f"num_envs * num_steps = {batch} must be a multiple of num_minibatches and at most total_timesteps")
     return args
@@ -612,17 +641,19 @@ def main(argv=None):
     resets = [np.array(r) for r in saved["resets"]] if args.resume else [None, None]
     envs = make_envs(resets[0], 1 if args.evaluate else args.num_envs, args.seed * 10_007, args.num_steps)
     agent = Agent(envs, args).to(device)
-    parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda], [*agent.critic.parameters()]
-    optimisers = [torch.optim.Adam(p, args.learning_rate, fused=True) for p in parameters]
+    optimisers = agent.optimisers(args)
     step, best, elapsed, signals = 0, -math.inf, 0.0, []
     if saved:
-        agent.load_state_dict(saved["agent"])
+        try:
+            agent.load_state_dict(saved["agent"])
+        except RuntimeError:
+            stop(f"the checkpoint does not fit {args.env_id}: its observations or actions have other shapes now")
         for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
             optimiser.load_state_dict(state)
         step, best, elapsed, envs.nonfinite = (saved[k] for k in ("step", "best", "elapsed", "nonfinite"))
         rng.set_state(saved["rng"])
     if args.compile:  # the one place where functions are compiled
-        for hot in ("sample_chain", "trajectory_kl", "td_lambda_targets", "critic_loss"):
+        for hot in HOT:
             globals()[hot] = torch.compile(getattr(globals()[hot], "_torchdynamo_orig_callable", globals()[hot]))
     batch, seconds, clock = args.num_envs * args.num_steps, {}, [0.0]  # seconds of each phase
     iterations = 0 if args.evaluate else args.bench + 3 if args.bench else args.total_timesteps // batch
@@ -650,16 +681,12 @@ def main(argv=None):
         if not args.bench or iteration == 4:  # a bench adds up, after three iterations of warm-up
             seconds.clear()
         clock[0] = time.perf_counter()
-        optimisers[0].param_groups[0]["lr"] = args.actor_learning_rate * (1 - args.anneal * step / iterations / batch)
         data, obs = rollout(agent, envs, obs, args, rng, lap)
         data = compute_targets(agent, data, args, rng)
         lap("targets")
-        metrics = update(agent, optimisers, data, args, rng, lap)
+        metrics = update(agent, optimisers, data, args, rng, lap, step / batch / iterations)
         if args.bench:
             continue
-        outside = (data["target"] < args.vmin) | (data["target"] > args.vmax)
-        metrics |= {"losses/target": data["target"].mean(), "losses/clipped_targets": outside.float().mean()}
-        metrics |= {"policy/alpha": agent.log_alpha.exp(), "policy/lambda": agent.log_lambda.exp()}
         metrics["finite"] = torch.stack([p.isfinite().all() for p in agent.parameters()]).all()
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # the only transfer
         step, names = step + batch, ("return", "length", "success")
@@ -677,7 +704,7 @@ def main(argv=None):
         row |= {f"time/{k}": v for k, v in seconds.items()}
         row["time/elapsed"] = elapsed = elapsed + sum(seconds.values())
         log.add(row)
-        if iteration in grid and (share := metrics["losses/clipped_targets"]) > 0.05:
+        if iteration in grid and (share := metrics.get("losses/clipped_targets", 0)) > 0.05:
             print(f"\nwarning: {share:.0%} of the targets are clipped to [{args.vmin:g}, {args.vmax:g}]: widen it")
         if iteration in grid and row["eval/return"] > best:
             best = row["eval/return"]
@@ -688,11 +715,16 @@ def main(argv=None):
             print(f"\nstopped by {signal.Signals(signals[0]).name}; go on with --resume {run_dir}")
             raise SystemExit(128 + signals[0])
 
+    for number in (signal.SIGTERM, signal.SIGINT):  # all is saved: from here on they end it at once
+        signal.signal(number, signal.SIG_DFL)
     if not args.bench:
         return report(agent, make_envs, args, run_dir, device)
     print(f"{args.bench * batch / sum(seconds.values()):.0f} steps/s")
     for phase, x in seconds.items():
         print(f"  {phase:<10}{x / args.bench * 1000:>9.1f} ms{x / sum(seconds.values()):>8.1%}")
+
+
+# --- end shared ---
 
 
 if __name__ == "__main__":

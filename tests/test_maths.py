@@ -403,8 +403,7 @@ def test_dropped_step_influences_no_other(normalise):
     data |= dict(terminated=torch.zeros(5, 3, dtype=torch.bool), truncated=torch.zeros(5, 3, dtype=torch.bool))
 
     def targets(data):
-        agent.discounted_return.zero_()
-        agent.return_moment.zero_()
+        agent.reward_scale = trudi.RewardScale(3)
         flat = compute_targets(agent, data, args, torch.Generator().manual_seed(0))
         return torch.cat([flat["target"][:, None], flat["next_features"]], 1).view(5, 3, -1)
 
@@ -704,9 +703,8 @@ def test_reward_scale(constant):
     ended = torch.rand(40, 6) < 0.1
     returns = discounted_returns(reward, ended, gamma)
     for start, end in ((0, 7), (7, 8), (8, 40)):  # three rollouts; each scale counts all returns so far
-        scale = agent.reward_scale(reward[start:end], ended[start:end], gamma, 30.0)
-        scaled = discounted_returns(reward[:end] * scale, ended, gamma)
-        np.testing.assert_allclose(np.sqrt((scaled**2).mean()), 30.0)
-        np.testing.assert_allclose(scale.item(), 30.0 / np.sqrt((returns[:end] ** 2).mean()))
+        scaled = agent.reward_scale(reward[start:end], ended[start:end], gamma, 30.0)
+        scale = 30.0 / np.sqrt((returns[:end] ** 2).mean())
+        close(scaled, reward[start:end] * scale)
     zero = make_agent(make_args()).reward_scale(torch.zeros(5, 6), torch.zeros(5, 6, dtype=torch.bool), gamma, 30.0)
-    assert zero.isfinite()
+    assert (zero == 0).all()
