@@ -57,7 +57,7 @@ class Args:
     update_epochs: int | None = None  # passes over each rollout
     hidden_size: int | None = None  # width of the three layers of policy and value function (H)
     gamma: float | None = None  # discount factor
-    normalise_reward: bool = True  # scale rewards so that discounted returns have RMS --return-scale
+    normalise_reward: bool | None = None  # scale rewards so that discounted returns have RMS --return-scale
     return_scale: float = 1.0  # see --normalise-reward
     gae_lambda: float = 0.95  # trace parameter of the advantages
     objective: Literal["ppo", "spo"] = "ppo"  # clipped ratio | quadratic penalty on the ratio
@@ -77,8 +77,8 @@ class Args:
     compile: bool = False  # torch.compile the hot functions
 
 
-SUITES = {suite: dict(gamma=0.99) for suite in ("DMC", "humanoid", "HumanoidBench", "other")}
-SUITES["humanoid"] = dict(gamma=0.97)
+SUITES = {suite: dict(gamma=0.99, normalise_reward=True) for suite in ("DMC", "HumanoidBench", "other")}
+SUITES["humanoid"] = dict(gamma=0.97, normalise_reward=True)
 SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size entropy_coef learning_rate"
 SIZE_NAMES = SIZE_NAMES.split()
 SIZES = {"cuda": (5 * 10**7, 1024, 128, 32, 5, 256, 0.001, 1e-3)}
@@ -211,18 +211,12 @@ class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can 
         return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
 
 
-class RewardScale(nn.Module):  # scales rewards so that discounted returns get a given root mean square
-    def __init__(self, num_envs):
-        super().__init__()
-        self.register_buffer("discounted_return", torch.zeros(num_envs))
-        self.register_buffer("moment", torch.zeros(2))  # sum of its squares, count
-
-    def forward(self, reward, ended, gamma, return_scale):  # (T, E)
-        for r, end in zip(reward, ended, strict=True):
-            self.discounted_return.mul_(gamma).add_(r)
-            self.moment += torch.stack([self.discounted_return.square().sum(), torch.ones_like(r).sum()])
-            self.discounted_return *= ~end
-        return reward * return_scale / (self.moment[0] / self.moment[1]).sqrt().clamp(min=1e-8)
+def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of discounted returns -> return_scale
+    for r, end in zip(reward, ended, strict=True):
+        agent.discounted_return.mul_(gamma).add_(r)
+        agent.return_moment += torch.stack([agent.discounted_return.square().sum(), torch.ones_like(r).sum()])
+        agent.discounted_return *= ~end
+    return reward * return_scale / (agent.return_moment[0] / agent.return_moment[1]).sqrt().clamp(min=1e-8)
 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
@@ -266,7 +260,8 @@ class Agent(nn.Module):  # all that training changes, in one state_dict
         obs_dim, self.critic_start = envs.obs.shape[1], envs.critic_start
         self.policy = GaussianPolicy(obs_dim, envs.actor_dim, envs.action_dim, args.hidden_size, args.init_std)
         self.critic = mlp(obs_dim - envs.critic_start, args.hidden_size, 1, 1.0)
-        self.reward_scale = RewardScale(args.num_envs)
+        self.register_buffer("discounted_return", torch.zeros(args.num_envs))
+        self.register_buffer("return_moment", torch.zeros(2))  # sum of its squares, count
 
     def value(self, obs):  # (..., O) -> (...)
         return self.critic(obs[..., self.critic_start :])[..., 0]
@@ -335,7 +330,7 @@ def compute_targets(agent, data, args, rng):
     """TD(lambda) targets; minus the values they are generalised advantage estimates. -> dict of (T * E, ...)"""
     reward, terminated, cut = data["reward"], data["terminated"], data["terminated"] | data["truncated"]
     if args.normalise_reward:
-        reward = agent.reward_scale(reward, cut, args.gamma, args.return_scale)
+        reward = scale_rewards(agent, reward, cut, args.gamma, args.return_scale)
     cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
     cut[-1] = True
     value, next_value = agent.value(data["obs"]), agent.value(data["next_obs"])  # of the true final observation
@@ -373,9 +368,9 @@ def update(agent, optimisers, data, args, rng, lap, progress):
     return dict(zip(names, torch.stack(history).mean(0), strict=True)) | metrics
 
 
-def act(agent, x, sampler, args, rng):  # action of the normalised observations x under an evaluation sampler
+def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
     spread = 0.0 if sampler == "mean" else agent.policy.log_std.exp()
-    return agent.policy(x) + spread * agent.policy.noise(len(x), rng)
+    return agent.policy(obs) + spread * agent.policy.noise(len(obs), rng)
 
 
 # --- shared: evaluation ---
@@ -490,10 +485,10 @@ def resolve(args, suite, device):  # fill in what was left open, say what and wh
         chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
         args = dataclasses.replace(args, **chosen)
         print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
-    free = "seed bench anneal vmin vmax gamma td_lambda aux_coef entropy_target eval_score_scale".split()
+    free = "seed bench anneal vmin vmax gamma td_lambda gae_lambda aux_coef entropy_coef entropy_target".split()
     low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
-    if low:
-        stop(f"{low[0]} must be positive")
+    if low or getattr(args, "vmin", 0) >= getattr(args, "vmax", 1) or getattr(args, "num_bins", 2) < 2:
+        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, and num_bins at least 2")
     if (batch := args.num_envs * args.num_steps) % args.num_minibatches or args.total_timesteps < batch:
         stop(f"num_envs * num_steps = {batch} must be a multiple of num_minibatches and at most total_timesteps")
     return args
@@ -522,10 +517,9 @@ def main(argv=None):
     optimisers = agent.optimisers(args)
     step, best, elapsed, signals = 0, -math.inf, 0.0, []
     if saved:
-        try:
-            agent.load_state_dict(saved["agent"])
-        except RuntimeError:
+        if any(saved["agent"][k].shape != v.shape for k, v in agent.state_dict().items()):
             stop(f"the checkpoint does not fit {args.env_id}: its observations or actions have other shapes now")
+        agent.load_state_dict(saved["agent"])
         for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
             optimiser.load_state_dict(state)
         step, best, elapsed, envs.nonfinite = (saved[k] for k in ("step", "best", "elapsed", "nonfinite"))
@@ -593,8 +587,6 @@ def main(argv=None):
             print(f"\nstopped by {signal.Signals(signals[0]).name}; go on with --resume {run_dir}")
             raise SystemExit(128 + signals[0])
 
-    for number in (signal.SIGTERM, signal.SIGINT):  # all is saved: from here on they end it at once
-        signal.signal(number, signal.SIG_DFL)
     if not args.bench:
         return report(agent, make_envs, args, run_dir, device)
     print(f"{args.bench * batch / sum(seconds.values()):.0f} steps/s")
@@ -602,8 +594,6 @@ def main(argv=None):
         print(f"  {phase:<10}{x / args.bench * 1000:>9.1f} ms{x / sum(seconds.values()):>8.1%}")
 
 
-# --- end shared ---
-
-
 if __name__ == "__main__":
     main()
+# --- end shared ---

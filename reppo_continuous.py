@@ -227,18 +227,12 @@ class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can 
         return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
 
 
-class RewardScale(nn.Module):  # scales rewards so that discounted returns get a given root mean square
-    def __init__(self, num_envs):
-        super().__init__()
-        self.register_buffer("discounted_return", torch.zeros(num_envs))
-        self.register_buffer("moment", torch.zeros(2))  # sum of its squares, count
-
-    def forward(self, reward, ended, gamma, return_scale):  # (T, E)
-        for r, end in zip(reward, ended, strict=True):
-            self.discounted_return.mul_(gamma).add_(r)
-            self.moment += torch.stack([self.discounted_return.square().sum(), torch.ones_like(r).sum()])
-            self.discounted_return *= ~end
-        return reward * return_scale / (self.moment[0] / self.moment[1]).sqrt().clamp(min=1e-8)
+def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of discounted returns -> return_scale
+    for r, end in zip(reward, ended, strict=True):
+        agent.discounted_return.mul_(gamma).add_(r)
+        agent.return_moment += torch.stack([agent.discounted_return.square().sum(), torch.ones_like(r).sum()])
+        agent.discounted_return *= ~end
+    return reward * return_scale / (agent.return_moment[0] / agent.return_moment[1]).sqrt().clamp(min=1e-8)
 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
@@ -277,8 +271,6 @@ class GaussianPolicy(nn.Module):  # mean and standard deviation of the action be
 class Critic(nn.Module):  # REPPO's: Q(s, a) as a distribution over bins, and a predictor of the next step's features
     def __init__(self, critic_start, obs_dim, action_dim, H, num_bins, vmin, vmax, hl_sigma):
         super().__init__()
-        if vmin >= vmax or num_bins < 2:
-            stop("vmin must be below vmax, and num_bins at least 2")
         width = (vmax - vmin) / (num_bins - 1)
         self.critic_start, self.sigma = critic_start, hl_sigma * width
         self.register_buffer("centres", torch.linspace(vmin, vmax, num_bins), False)
@@ -321,7 +313,8 @@ class Agent(nn.Module):  # all that training changes, in one state_dict
         self.critic = Critic(envs.critic_start, obs_dim, A, H, args.num_bins, args.vmin, args.vmax, args.hl_sigma)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha_init)))
         self.log_lambda = nn.Parameter(torch.tensor(math.log(args.lambda_init)))
-        self.reward_scale = RewardScale(args.num_envs)
+        self.register_buffer("discounted_return", torch.zeros(args.num_envs))
+        self.register_buffer("return_moment", torch.zeros(2))  # sum of its squares, count
 
     def optimisers(self, args):  # of policy and duals, of the critic
         parameters = [*self.policy.parameters(), self.log_alpha, self.log_lambda], [*self.critic.parameters()]
@@ -390,7 +383,7 @@ def compute_targets(agent, data, args, rng):
     features, value, entropy = map(torch.cat, zip(*chunks, strict=True))
     reward, terminated, cut = data["reward"], data["terminated"], data["terminated"] | data["truncated"]
     if args.normalise_reward:
-        reward = agent.reward_scale(reward, cut, args.gamma, args.return_scale)
+        reward = scale_rewards(agent, reward, cut, args.gamma, args.return_scale)
     soft_reward = reward + args.gamma * ~terminated * agent.log_alpha.exp() * entropy.view(T, E)
     cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
     cut[-1] = True
@@ -436,13 +429,13 @@ def update(agent, optimisers, data, args, rng, lap, progress):
     return metrics | {"policy/alpha": agent.log_alpha.exp(), "policy/lambda": agent.log_lambda.exp()}
 
 
-def act(agent, x, sampler, args, rng):  # action of the normalised observations x under an evaluation sampler
+def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
     policy, critic, K = agent.policy, agent.critic, args.eval_best_of if sampler == "best-of-k" else 1
+    noise, obs = policy.noise(len(obs) * K, rng), obs.repeat_interleave(K, 0)
     if sampler == "mean":
-        return policy(x).chunk(2, -1)[0].tanh()
-    x = x.repeat_interleave(K, 0)
-    action = sample_action(policy, x, policy.noise(len(x), rng))[0]
-    best = critic.value(critic.features(x, action)).view(-1, K).argmax(1, keepdim=True)  # (E, 1)
+        return policy(obs).chunk(2, -1)[0].tanh()
+    action = sample_action(policy, obs, noise)[0]
+    best = critic.value(critic.features(obs, action)).view(-1, K).argmax(1, keepdim=True)  # (E, 1)
     return action.view(len(best), K, -1).take_along_dim(best[:, :, None], 1)[:, 0]
 
 
@@ -558,10 +551,10 @@ def resolve(args, suite, device):  # fill in what was left open, say what and wh
         chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
         args = dataclasses.replace(args, **chosen)
         print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
-    free = "seed bench anneal vmin vmax gamma td_lambda aux_coef entropy_target eval_score_scale".split()
+    free = "seed bench anneal vmin vmax gamma td_lambda gae_lambda aux_coef entropy_coef entropy_target".split()
     low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
-    if low:
-        stop(f"{low[0]} must be positive")
+    if low or getattr(args, "vmin", 0) >= getattr(args, "vmax", 1) or getattr(args, "num_bins", 2) < 2:
+        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, and num_bins at least 2")
     if (batch := args.num_envs * args.num_steps) % args.num_minibatches or args.total_timesteps < batch:
         stop(f"num_envs * num_steps = {batch} must be a multiple of num_minibatches and at most total_timesteps")
     return args
@@ -590,10 +583,9 @@ def main(argv=None):
     optimisers = agent.optimisers(args)
     step, best, elapsed, signals = 0, -math.inf, 0.0, []
     if saved:
-        try:
-            agent.load_state_dict(saved["agent"])
-        except RuntimeError:
+        if any(saved["agent"][k].shape != v.shape for k, v in agent.state_dict().items()):
             stop(f"the checkpoint does not fit {args.env_id}: its observations or actions have other shapes now")
+        agent.load_state_dict(saved["agent"])
         for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
             optimiser.load_state_dict(state)
         step, best, elapsed, envs.nonfinite = (saved[k] for k in ("step", "best", "elapsed", "nonfinite"))
@@ -661,8 +653,6 @@ def main(argv=None):
             print(f"\nstopped by {signal.Signals(signals[0]).name}; go on with --resume {run_dir}")
             raise SystemExit(128 + signals[0])
 
-    for number in (signal.SIGTERM, signal.SIGINT):  # all is saved: from here on they end it at once
-        signal.signal(number, signal.SIG_DFL)
     if not args.bench:
         return report(agent, make_envs, args, run_dir, device)
     print(f"{args.bench * batch / sum(seconds.values()):.0f} steps/s")
@@ -670,8 +660,6 @@ def main(argv=None):
         print(f"  {phase:<10}{x / args.bench * 1000:>9.1f} ms{x / sum(seconds.values()):>8.1%}")
 
 
-# --- end shared ---
-
-
 if __name__ == "__main__":
     main()
+# --- end shared ---

@@ -9,10 +9,9 @@ a state within the KL bound follows the critic, any other is pulled back to the 
     python trudi_continuous.py                                # CheetahRun-v1; small on a CPU, paper scale on CUDA
     python trudi_continuous.py --env-id my_package:MyEnv-v0   # or --resume runs/FOLDER, --evaluate FILE.pt, --bench 10
 
-Departures from the paper: KL samples come from the old policy's chain, kept from the rollout (with samples of the new
-policy the gate never closes), each step's KL in closed form, so never negative; Eq. (18) needs a plus before the
-log-ratio and Eq. (22) an ascent; the network predicts a control u (score = u/2 - x/eta^2) and starts at zero, that is
-at the prior; rewards outside SUITES are normalised, first episodes staggered; a CPU takes fewer steps of the policy.
+Departures from the paper (see README.md): KL samples come from the old policy's chain, kept from the rollout, in closed
+form per step; Eq. (18) needs a plus before the log-ratio, Eq. (22) an ascent; the network predicts a control u (score =
+u/2 - x/eta^2) and starts at zero, that is at the prior; a CPU takes fewer policy steps; first episodes are staggered.
 Shapes: T rollout steps, E envs, B minibatch, O observation, A action, N diffusion steps, K KL samples, H hidden width.
 """
 
@@ -74,7 +73,6 @@ class Args:
     diffusion_steps: int = 8  # denoising steps per action (N)
     eta: float = 2.5  # standard deviation of the prior that denoising starts from
     entropy_target: float = 4.0  # alpha drives `run` to this per action dimension (a bound of -1.665 at eta 2.5)
-    entropy_estimator: Literal["mean", "sampled"] = "mean"  # mean: less noise in the gradient
     num_bins: int = 151  # bins of the critic's value distribution
     hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
     aux_coef: float = 1.0  # weight of the critic's auxiliary loss: predicting the next step's features
@@ -233,18 +231,12 @@ class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can 
         return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
 
 
-class RewardScale(nn.Module):  # scales rewards so that discounted returns get a given root mean square
-    def __init__(self, num_envs):
-        super().__init__()
-        self.register_buffer("discounted_return", torch.zeros(num_envs))
-        self.register_buffer("moment", torch.zeros(2))  # sum of its squares, count
-
-    def forward(self, reward, ended, gamma, return_scale):  # (T, E)
-        for r, end in zip(reward, ended, strict=True):
-            self.discounted_return.mul_(gamma).add_(r)
-            self.moment += torch.stack([self.discounted_return.square().sum(), torch.ones_like(r).sum()])
-            self.discounted_return *= ~end
-        return reward * return_scale / (self.moment[0] / self.moment[1]).sqrt().clamp(min=1e-8)
+def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of discounted returns -> return_scale
+    for r, end in zip(reward, ended, strict=True):
+        agent.discounted_return.mul_(gamma).add_(r)
+        agent.return_moment += torch.stack([agent.discounted_return.square().sum(), torch.ones_like(r).sum()])
+        agent.discounted_return *= ~end
+    return reward * return_scale / (agent.return_moment[0] / agent.return_moment[1]).sqrt().clamp(min=1e-8)
 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
@@ -292,8 +284,6 @@ class DiffusionPolicy(nn.Module):  # predicts the control u(x, s, k) of denoisin
 class Critic(nn.Module):  # REPPO's: Q(s, a) as a distribution over bins, and a predictor of the next step's features
     def __init__(self, critic_start, obs_dim, action_dim, H, num_bins, vmin, vmax, hl_sigma):
         super().__init__()
-        if vmin >= vmax or num_bins < 2:
-            stop("vmin must be below vmax, and num_bins at least 2")
         width = (vmax - vmin) / (num_bins - 1)
         self.critic_start, self.sigma = critic_start, hl_sigma * width
         self.register_buffer("centres", torch.linspace(vmin, vmax, num_bins), False)
@@ -336,7 +326,8 @@ class Agent(nn.Module):  # all that training changes, in one state_dict
         self.critic = Critic(envs.critic_start, obs_dim, A, H, args.num_bins, args.vmin, args.vmax, args.hl_sigma)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha_init)))
         self.log_lambda = nn.Parameter(torch.tensor(math.log(args.lambda_init)))
-        self.reward_scale = RewardScale(args.num_envs)
+        self.register_buffer("discounted_return", torch.zeros(args.num_envs))
+        self.register_buffer("return_moment", torch.zeros(2))  # sum of its squares, count
 
     def optimisers(self, args):  # of policy and duals, of the critic
         parameters = [*self.policy.parameters(), self.log_alpha, self.log_lambda], [*self.critic.parameters()]
@@ -347,7 +338,7 @@ def step_sizes(N):  # cosine schedule from the prior (k = 0) to the action; e_k 
     return [(0.999 * math.cos(math.pi / 2 * (1.008 - (N - k) / N) / 1.008) ** 2 + 0.001) / N for k in range(N)]
 
 
-def sample_chain(policy, obs, noise, estimator="mean"):
+def sample_chain(policy, obs, noise):
     """Denoise from the prior, Eq. (5), (7); bound the entropy of the result from below, Eq. (12). noise (N+1, B, A)
     -> action (B, A), run (B,), bound (B,), latents x_0..x_{N-1} and controls, (B, N, A) each"""
     A, h, sizes = policy.action_dim, policy.eta**-2, step_sizes(policy.num_steps)
@@ -360,13 +351,9 @@ def sample_chain(policy, obs, noise, estimator="mean"):
         x = pushes[k] + (1 - size * h) * x + size * controls[-1]
     latents, controls = torch.stack(latents), torch.stack(controls)  # (N, B, A)
     mean = latents + e * (controls - h * latents)
-    if estimator == "mean":  # E[log noising(x|y) - log denoising(y|x)] given x
-        log_ratio = -e / 4 * (controls - h * (latents + mean)).square() + e * h * (1 - e * h / 2)
-        log_prior = -A * (0.5 * math.log(2 * math.pi * math.e) + math.log(policy.eta))
-    else:  # the same at the sampled y = mean + push, without a division by e
-        g = controls - h * (latents + mean + pushes)
-        log_ratio = -(e / 2).sqrt() * noise[1:] * g - e / 4 * g.square()
-        log_prior = -(0.5 * noise[0].square() + 0.5 * math.log(2 * math.pi) + math.log(policy.eta)).sum(-1)
+    # E[log noising(x|y) - log denoising(y|x)] given x: the same mean as at the sampled y, with a calmer gradient
+    log_ratio = -e / 4 * (controls - h * (latents + mean)).square() + e * h * (1 - e * h / 2)
+    log_prior = -A * (0.5 * math.log(2 * math.pi * math.e) + math.log(policy.eta))
     log_jacobian = (2 * (math.log(2) - x - F.softplus(-2 * x))).sum(-1)  # log(1 - tanh^2 x)
     run = -(log_ratio.sum((0, 2)) + log_jacobian)
     return x.tanh(), run, -run - log_prior, latents.transpose(0, 1), controls.transpose(0, 1)
@@ -380,9 +367,8 @@ def trajectory_kl(policy, obs, latents, controls):
 
 
 def actor_loss(agent, obs, latents, controls, noise, weight, args, sparse):
-    """Split objective, Eq. (19): states inside the trust region improve, the others return to the old policy. sparse
-    takes gradients only through the branch of each state: the same loss, less work on a CPU; without it shapes are
-    fixed, as a GPU wants them. -> loss, c(s), then run, bound and weight of the improving states"""
+    """Split objective, Eq. (19): states inside the trust region improve, the others return to the old policy. sparse:
+    the same by the branch of each state alone, for a CPU. -> loss, c(s), then run, bound, weight of improving states"""
     with torch.set_grad_enabled(not sparse):
         kl = back = trajectory_kl(agent.policy, obs, latents, controls)
     inside, every = kl <= args.kl_bound, torch.ones_like(kl, dtype=torch.bool)
@@ -392,7 +378,7 @@ def actor_loss(agent, obs, latents, controls, noise, weight, args, sparse):
         a, b = improve.nonzero()[:, 0], pull.nonzero()[:, 0]
         back = trajectory_kl(agent.policy, obs[b], latents[b], controls[b])
         obs, noise, improve_weight, pull_weight = obs[a], noise[:, a], improve_weight[a], pull_weight[b]
-    action, run, bound, _, _ = sample_chain(agent.policy, obs, noise, args.entropy_estimator)
+    action, run, bound, _, _ = sample_chain(agent.policy, obs, noise)
     q = agent.critic.value(agent.critic.features(obs, action))
     h = -q - agent.log_alpha.detach().exp() * bound  # Eq. (20)
     loss = (h * improve_weight).sum() + agent.log_lambda.detach().exp() * (back * pull_weight).sum()
@@ -405,21 +391,13 @@ def dual_loss(agent, run, weight, kl, kl_weight, args):
     return agent.log_alpha.exp() * gap - agent.log_lambda.exp() * ((kl - args.kl_bound) * kl_weight).sum()
 
 
-def ode_action(policy, obs, x, c):
-    """Probability-flow ODE with score scale c, Eq. (23); x (B, A) is drawn from the prior, to reach every mode."""
-    embedded, weight_x = policy.embed(obs)
-    for k, e in enumerate(step_sizes(policy.num_steps)):
-        x = x + e * ((1 - 2 * c) * x / policy.eta**2 + c * policy.control(embedded[k], weight_x, x))
-    return x.tanh()
-
-
 @torch.no_grad()
 def rollout(agent, envs, obs, args, rng, lap):  # -> dict of (T, E, ...) with the chains for the trust region, obs
     policy, rows = agent.policy, []
     for _ in range(args.num_steps):
         policy.normaliser.update(obs)
         x = policy.normaliser(obs)  # stored normalised: the old and the new policy see the same input
-        action, _, _, latents, controls = sample_chain(policy, x, policy.noise(len(x), rng), args.entropy_estimator)
+        action, _, _, latents, controls = sample_chain(policy, x, policy.noise(len(x), rng))
         lap("act")
         obs, reward, *ends, final_obs = envs.step(action)
         rows.append((x, action, latents, controls, reward, *ends, envs.valid, policy.normaliser(final_obs)))
@@ -433,13 +411,13 @@ def compute_targets(agent, data, args, rng):
     """Soft TD(lambda) targets, Eq. (13), once per rollout, with its own policy and critic. -> dict of (T * E, ...)"""
     policy, critic, (T, E), chunks = agent.policy, agent.critic, data["reward"].shape, []
     for x in data["next_obs"].flatten(0, 1).split(T * E // args.num_minibatches):
-        action, _, bound, _, _ = sample_chain(policy, x, policy.noise(len(x), rng), args.entropy_estimator)
+        action, _, bound, _, _ = sample_chain(policy, x, policy.noise(len(x), rng))
         features = critic.features(x, action)
         chunks.append((features, critic.value(features), bound))
     features, value, bound = map(torch.cat, zip(*chunks, strict=True))
     reward, terminated, cut = data["reward"], data["terminated"], data["terminated"] | data["truncated"]
     if args.normalise_reward:
-        reward = agent.reward_scale(reward, cut, args.gamma, args.return_scale)
+        reward = scale_rewards(agent, reward, cut, args.gamma, args.return_scale)
     soft_reward = reward + args.gamma * ~terminated * agent.log_alpha.exp() * bound.view(T, E)
     cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
     cut[-1] = True
@@ -489,14 +467,16 @@ def update(agent, optimisers, data, args, rng, lap, progress):
     return metrics | {"policy/alpha": agent.log_alpha.exp(), "policy/lambda": agent.log_lambda.exp()}
 
 
-def act(agent, x, sampler, args, rng):  # action of the normalised observations x under an evaluation sampler
+def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
     policy, critic, K = agent.policy, agent.critic, args.eval_best_of if sampler == "best-of-k" else 1
-    noise = policy.noise(len(x) * K, rng)
-    if sampler == "ode":
-        return ode_action(policy, x, policy.eta * noise[0], args.eval_score_scale)
-    x = x.repeat_interleave(K, 0)
-    action = sample_chain(policy, x, noise)[0]
-    best = critic.value(critic.features(x, action)).view(-1, K).argmax(1, keepdim=True)  # (E, 1)
+    noise, obs = policy.noise(len(obs) * K, rng), obs.repeat_interleave(K, 0)
+    if sampler == "ode":  # probability flow with score scale c, Eq. (23); x starts anywhere, to reach every mode
+        (embedded, weight_x), x, c = policy.embed(obs), policy.eta * noise[0], args.eval_score_scale
+        for k, e in enumerate(step_sizes(policy.num_steps)):
+            x = x + e * ((1 - 2 * c) * x / policy.eta**2 + c * policy.control(embedded[k], weight_x, x))
+        return x.tanh()
+    action = sample_chain(policy, obs, noise)[0]
+    best = critic.value(critic.features(obs, action)).view(-1, K).argmax(1, keepdim=True)  # (E, 1)
     return action.view(len(best), K, -1).take_along_dim(best[:, :, None], 1)[:, 0]
 
 
@@ -612,10 +592,10 @@ def resolve(args, suite, device):  # fill in what was left open, say what and wh
         chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
         args = dataclasses.replace(args, **chosen)
         print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
-    free = "seed bench anneal vmin vmax gamma td_lambda aux_coef entropy_target eval_score_scale".split()
+    free = "seed bench anneal vmin vmax gamma td_lambda gae_lambda aux_coef entropy_coef entropy_target".split()
     low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
-    if low:
-        stop(f"{low[0]} must be positive")
+    if low or getattr(args, "vmin", 0) >= getattr(args, "vmax", 1) or getattr(args, "num_bins", 2) < 2:
+        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, and num_bins at least 2")
     if (batch := args.num_envs * args.num_steps) % args.num_minibatches or args.total_timesteps < batch:
         stop(f"num_envs * num_steps = {batch} must be a multiple of num_minibatches and at most total_timesteps")
     return args
@@ -644,10 +624,9 @@ def main(argv=None):
     optimisers = agent.optimisers(args)
     step, best, elapsed, signals = 0, -math.inf, 0.0, []
     if saved:
-        try:
-            agent.load_state_dict(saved["agent"])
-        except RuntimeError:
+        if any(saved["agent"][k].shape != v.shape for k, v in agent.state_dict().items()):
             stop(f"the checkpoint does not fit {args.env_id}: its observations or actions have other shapes now")
+        agent.load_state_dict(saved["agent"])
         for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
             optimiser.load_state_dict(state)
         step, best, elapsed, envs.nonfinite = (saved[k] for k in ("step", "best", "elapsed", "nonfinite"))
@@ -715,8 +694,6 @@ def main(argv=None):
             print(f"\nstopped by {signal.Signals(signals[0]).name}; go on with --resume {run_dir}")
             raise SystemExit(128 + signals[0])
 
-    for number in (signal.SIGTERM, signal.SIGINT):  # all is saved: from here on they end it at once
-        signal.signal(number, signal.SIG_DFL)
     if not args.bench:
         return report(agent, make_envs, args, run_dir, device)
     print(f"{args.bench * batch / sum(seconds.values()):.0f} steps/s")
@@ -724,8 +701,6 @@ def main(argv=None):
         print(f"  {phase:<10}{x / args.bench * 1000:>9.1f} ms{x / sum(seconds.values()):>8.1%}")
 
 
-# --- end shared ---
-
-
 if __name__ == "__main__":
     main()
+# --- end shared ---

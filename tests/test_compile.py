@@ -25,7 +25,7 @@ def test_compiled_equals_eager():
     targets = torch.randn(B), torch.randn(B, H), torch.full((B,), 1 / B)
     terminated, cut = torch.rand(2, T, B) < 0.3
     cases = [
-        (trudi.sample_chain, policy, (policy, obs, noise, "mean")),
+        (trudi.sample_chain, policy, (policy, obs, noise)),
         (trudi.trajectory_kl, policy, (policy, obs, *chain)),
         (trudi.critic_loss, critic, (critic, obs, noise[0], *targets, 0.5)),
         (trudi.td_lambda_targets, None, (*torch.randn(2, T, B), terminated, cut | terminated, 0.9, 0.95)),

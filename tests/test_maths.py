@@ -27,7 +27,6 @@ from trudi_continuous import (
     critic_loss,
     dual_loss,
     hl_gauss,
-    ode_action,
     sample_chain,
     step_sizes,
     td_lambda_targets,
@@ -88,6 +87,24 @@ def noising(policy, y, e):
     return Normal(y - e * y / policy.eta**2, (2 * e).sqrt())
 
 
+def sampled(policy, obs, noise):
+    """Eq. (12) at the sampled path, by torch.distributions -> run, bound"""
+    action, _, _, latents, controls = sample_chain(policy, obs, noise)
+    path, e = path_of(policy, latents, controls, noise)
+    x, y, u = path[:-1], path[1:], controls.transpose(0, 1)
+    log_ratio = noising(policy, y, e).log_prob(x) - denoising(policy, x, u, e).log_prob(y)
+    log_jacobian = -2 * torch.logaddexp(path[-1], -path[-1]) + 2 * math.log(2)
+    run = -log_ratio.sum((0, 2)) - log_jacobian.sum(-1)
+    return run, -run - Normal(0.0, policy.eta).log_prob(path[0]).sum(-1)
+
+
+def ode_action(policy, obs, x, c):
+    """The ODE's action from x at the prior, by the evaluation's own function."""
+    agent, args = SimpleNamespace(policy=copy.copy(policy), critic=None), SimpleNamespace(eval_score_scale=c)
+    agent.policy.noise = lambda batch, rng: x[None] / policy.eta
+    return trudi.act(agent, obs, "ode", args, None)
+
+
 def assert_mean(samples, expected=0.0):
     error = samples.std() / math.sqrt(len(samples))
     assert abs(samples.mean() - expected) < 4 * error, (samples.mean(), expected, error)
@@ -120,8 +137,8 @@ class LinearPolicy:
     def control(self, embedded, weight_x, x):
         return embedded[0] * x + embedded[1]
 
-    def sample(self, B, estimator="mean"):
-        return sample_chain(self, torch.zeros(B, 1), chain_noise(self, B), estimator)
+    def sample(self, B):
+        return sample_chain(self, torch.zeros(B, 1), chain_noise(self, B))
 
     def marginals(self):
         """Mean and variance of x_0..x_N, and the gain of each step."""
@@ -169,9 +186,8 @@ ARBITRARY = [
 LINEAR = ["strong", "small prior", "reversal"]
 
 
-@pytest.mark.parametrize("estimator", ["mean", "sampled"])
 @pytest.mark.parametrize("A", [1, 6])
-def test_untrained_policy(estimator, A):
+def test_untrained_policy(A):
     entropy, gap = untrained().entropy_and_gap()
     log_prior = -0.5 * math.log(2 * math.pi * math.e * 2.5**2)
     expected = torch.tensor([-log_prior - entropy + gap, log_prior, entropy - gap])
@@ -179,21 +195,17 @@ def test_untrained_policy(estimator, A):
     torch.set_default_dtype(torch.float32)
     policy, B = DiffusionPolicy(4, 3, A, 16, 8, 2.5), 100_000 // A
     with torch.no_grad():
-        _, run, bound, _, controls = sample_chain(policy, torch.randn(B, 4), chain_noise(policy, B), estimator)
+        _, run, bound, _, controls = sample_chain(policy, torch.randn(B, 4), chain_noise(policy, B))
     assert (controls == 0).all()
     assert_mean(run / A, expected[0])
     assert_mean(bound / A, expected[2])
-    if estimator == "sampled":
-        assert_mean(-(bound + run) / A, expected[1])
-    else:
-        close((-bound - run) / A, expected[1].float().expand(B), rtol=1e-5, atol=1e-5)
+    close((-bound - run) / A, expected[1].float().expand(B), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["mean", "sampled"])
 @pytest.mark.parametrize("policy", ARBITRARY, ids=LINEAR)
-def test_bound_in_closed_form(policy, estimator):
+def test_bound_in_closed_form(policy):
     (entropy, gap), (mean, var, _), A = policy.entropy_and_gap(), policy.marginals(), policy.action_dim
-    action, _, bound, _, _ = policy.sample(20_000, estimator)
+    action, _, bound, _, _ = policy.sample(20_000)
     x = action.atanh().flatten()
     assert_mean(x, mean[-1])
     assert_mean((x - mean[-1]).square(), var[-1])
@@ -217,13 +229,13 @@ def test_bound_becomes_tight_for_the_exact_reversal():
 
 @pytest.mark.parametrize("eta", [2.5, 0.8])
 def test_log_ratio_against_distributions(eta):
-    """Both estimators, sample by sample: torch.distributions at the path, and its mean by quadrature."""
+    """Sample by sample: the mean of the log-ratio given each step's start, by quadrature."""
     agent = make_agent(make_args(eta=eta, diffusion_steps=5), A=3)
     policy, obs = agent.policy, torch.randn(40, 7)
     noise = chain_noise(policy, 40)
-    action, run, bound, latents, controls = sample_chain(policy, obs, noise, "sampled")
+    action, run, bound, latents, controls = sample_chain(policy, obs, noise)
     path, e = path_of(policy, latents, controls, noise)
-    x, y, u = path[:-1], path[1:], controls.transpose(0, 1)
+    x, u = path[:-1], controls.transpose(0, 1)
     close(latents.transpose(0, 1), x)
     close(action, path[-1].tanh())
     for k in range(5):  # the stored controls are the policy's at the stored latents
@@ -233,45 +245,39 @@ def test_log_ratio_against_distributions(eta):
         return noising(policy, y, e).log_prob(x) - denoising(policy, x, u, e).log_prob(y)
 
     log_jacobian = torch.distributions.TanhTransform().log_abs_det_jacobian(path[-1], action).sum(-1)
-    log_prior = Normal(0.0, eta).log_prob(path[0]).sum(-1)
-    close(run, -log_ratio(y).sum((0, 2)) - log_jacobian)
-    close(bound, -run - log_prior)
-
-    action_mean, run, bound, *_ = sample_chain(policy, obs, noise, "mean")
     nodes, weights = np.polynomial.hermite_e.hermegauss(3)  # exact: the log-ratio is quadratic in y
     step = denoising(policy, x, u, e)
     mean = sum(w * log_ratio(step.mean + step.stddev * z) for z, w in zip(nodes, weights, strict=True)) / weights.sum()
-    close(action_mean, action)
     close(run, -mean.sum((0, 2)) - log_jacobian)
     close(bound, -run + 3 * Normal(0.0, eta).entropy())
 
 
 @pytest.mark.parametrize("policy", ARBITRARY + [untrained()], ids=[*LINEAR, "untrained"])
-def test_estimators_agree(policy):
+def test_agrees_with_the_sampled_bound(policy):
     """In expectation, value and gradient. The mean's gradient has less noise; its value has more, since the sampled
     terms cancel the noise of the Jacobian: of a tight bound, log-density of the action is all that is left of them."""
     B, results = 10_000, []
     noise, each = chain_noise(policy, B), policy.coefficients[:, :, None, None].repeat(1, 1, B, 1).requires_grad_()
     rows = copy.copy(policy)
     rows.coefficients = each  # coefficients of its own for each sample, so that each has a gradient of its own
-    for estimator in ("mean", "sampled"):
-        _, run, bound, _, _ = sample_chain(rows, torch.zeros(B, 1), noise, estimator)
+    for estimate in (lambda *x: sample_chain(*x)[1:3], sampled):
+        run, bound = estimate(rows, torch.zeros(B, 1), noise)
         gradient = torch.autograd.grad(bound.sum(), each)[0].flatten(0, 1)[..., 0]  # (2N, B)
         results.append((run.detach(), bound.detach(), gradient.sum(0), gradient.var(-1).sum()))
-    for mean, sampled in list(zip(*results, strict=True))[:3]:
-        assert_mean(mean - sampled)
+    for mean, other in list(zip(*results, strict=True))[:3]:
+        assert_mean(mean - other)
     (*_, mean_value, _, mean_noise), (*_, sampled_value, _, sampled_noise) = results
     assert mean_noise < sampled_noise
     assert mean_value.var() > sampled_value.var()
 
 
-def test_estimators_agree_for_a_network():
+def test_agrees_with_the_sampled_bound_for_a_network():
     policy = make_agent(make_args(diffusion_steps=8), scale=0.2).policy
     obs, noise = torch.randn(1, 7).repeat(5000, 1).requires_grad_(), chain_noise(policy, 5000)
-    bounds = [sample_chain(policy, obs, noise, estimator)[2] for estimator in ("mean", "sampled")]
+    bounds = sample_chain(policy, obs, noise)[2], sampled(policy, obs, noise)[1]
     assert_mean((bounds[0] - bounds[1]).detach())
-    mean, sampled = (torch.autograd.grad(bound.sum(), obs)[0] for bound in bounds)  # one state, many samples
-    assert mean.var(0).sum() < sampled.var(0).sum()
+    mean, other = (torch.autograd.grad(bound.sum(), obs)[0] for bound in bounds)  # one state, many samples
+    assert mean.var(0).sum() < other.var(0).sum()
 
 
 # --- 4. trajectory KL
@@ -376,7 +382,7 @@ def test_soft_targets_against_brute_force(monkeypatch, normalise):
     data = rollout_data(args, agent)
     known = data["next_obs"].sum(-1)
 
-    def known_chain(policy, obs, noise, estimator="mean"):
+    def known_chain(policy, obs, noise):
         return obs[:, 1:3].tanh(), None, obs.sum(-1), None, None
 
     monkeypatch.setattr(trudi, "sample_chain", known_chain)
@@ -403,7 +409,8 @@ def test_dropped_step_influences_no_other(normalise):
     data |= dict(terminated=torch.zeros(5, 3, dtype=torch.bool), truncated=torch.zeros(5, 3, dtype=torch.bool))
 
     def targets(data):
-        agent.reward_scale = trudi.RewardScale(3)
+        agent.discounted_return.zero_()
+        agent.return_moment.zero_()
         flat = compute_targets(agent, data, args, torch.Generator().manual_seed(0))
         return torch.cat([flat["target"][:, None], flat["next_features"]], 1).view(5, 3, -1)
 
@@ -529,7 +536,7 @@ def by_hand(args, agent, obs, latents, controls, noise, weight):
         kl = trajectory_kl(agent.policy, obs[[i]], latents[[i]], controls[[i]])[0]
         inside = kl.item() <= args.kl_bound
         if inside or args.trust_region != "split":
-            action, _, bound, _, _ = sample_chain(agent.policy, obs[[i]], noise[:, [i]], args.entropy_estimator)
+            action, _, bound, _, _ = sample_chain(agent.policy, obs[[i]], noise[:, [i]])
             q = agent.critic.value(agent.critic.features(obs[[i]], action))[0]
             total = total + w * (-q - args.alpha_init * bound[0])
         if args.trust_region == "penalty" or (args.trust_region == "split" and not inside):
@@ -703,8 +710,9 @@ def test_reward_scale(constant):
     ended = torch.rand(40, 6) < 0.1
     returns = discounted_returns(reward, ended, gamma)
     for start, end in ((0, 7), (7, 8), (8, 40)):  # three rollouts; each scale counts all returns so far
-        scaled = agent.reward_scale(reward[start:end], ended[start:end], gamma, 30.0)
+        scaled = trudi.scale_rewards(agent, reward[start:end], ended[start:end], gamma, 30.0)
         scale = 30.0 / np.sqrt((returns[:end] ** 2).mean())
         close(scaled, reward[start:end] * scale)
-    zero = make_agent(make_args()).reward_scale(torch.zeros(5, 6), torch.zeros(5, 6, dtype=torch.bool), gamma, 30.0)
+    never = torch.zeros(5, 6, dtype=torch.bool)
+    zero = trudi.scale_rewards(make_agent(make_args()), torch.zeros(5, 6), never, gamma, 30.0)
     assert (zero == 0).all()
