@@ -9,7 +9,7 @@ a state within the KL bound follows the critic, any other is pulled back to the 
     python trudi_continuous.py                                # CheetahRun-v1; small on a CPU, paper scale on CUDA
     python trudi_continuous.py --env-id my_package:MyEnv-v0   # or --resume runs/FOLDER, --evaluate FILE.pt, --bench 10
 
-Departures from the paper (see README.md): KL samples come from the old policy's chain, kept from the rollout, in closed
+Departures (see docs/trudi.md): KL samples come from the old policy's chain, kept from the rollout, in closed
 form per step; Eq. (18) needs a plus before the log-ratio, Eq. (22) an ascent; the network predicts a control u (score =
 u/2 - x/eta^2) and starts at zero, that is at the prior; a CPU takes fewer policy steps; first episodes are staggered.
 Shapes: T rollout steps, E envs, B minibatch, O observation, A action, N diffusion steps, K KL samples, H hidden width.
@@ -76,7 +76,7 @@ class Args:
     num_bins: int = 151  # bins of the critic's value distribution
     hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
     aux_coef: float = 1.0  # weight of the critic's auxiliary loss: predicting the next step's features
-    learning_rate: float = 3e-4  # Adam's step size for the critic
+    learning_rate: float | None = None  # Adam's step size for the critic; the few steps of a CPU run must be larger
     actor_learning_rate: float | None = None  # Adam's step size for policy, alpha and lambda
     anneal: float | None = None  # share of it that is gone by the end of the run, linearly
     max_grad_norm: float = 0.5  # gradients of policy and critic are clipped to this norm each
@@ -96,13 +96,13 @@ SUITES = {  # the paper's table; the entropy bonus is part of the value, so alph
     "other": dict(gamma=0.99, vmin=-150.0, vmax=150.0, alpha_init=0.01, normalise_reward=True),
 }
 SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size policy_delay".split()
-SIZE_NAMES += ["actor_learning_rate", "anneal", "lambda_init"]
-SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 3e-4, 0, 0.01)}
-SIZES["cpu"] = (10**6, 64, 64, 16, 4, 128, 4, 1.2e-3, 1, 1)
-SIZES["cpu", "other"] = (10**6, 64, 64, 16, 4, 128, 1, 3e-4, 0, 1)  # Pendulum-v1 lost late what it had with the above
-SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 3e-4, 0, 0.01)
-SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 3e-4, 0, 0.01)
-SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 4, 1.2e-3, 1, 0.1)  # G1 takes 80 MB per env
+SIZE_NAMES += ["learning_rate", "actor_learning_rate", "anneal", "lambda_init"]
+SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 3e-4, 3e-4, 0, 0.01)}
+SIZES["cpu"] = (10**6, 64, 64, 16, 4, 128, 4, 2e-3, 1.2e-3, 1, 1)
+SIZES["cpu", "other"] = (10**6, 64, 64, 16, 4, 128, 1, 3e-4, 3e-4, 0, 1)  # Pendulum-v1 lost late what it had above
+SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 3e-4, 3e-4, 0, 0.01)
+SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 3e-4, 3e-4, 0, 0.01)
+SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 4, 2e-3, 1.2e-3, 1, 0.1)  # G1 takes 80 MB per env
 SAMPLERS = "ode", "sde", "best-of-k"
 HOT = "sample_chain", "trajectory_kl", "td_lambda_targets", "critic_loss"  # what --compile compiles
 PROGRESS = "KL {policy/kl:.3f}/{kl_bound:g}  alpha {policy/alpha:.2g}  lambda {policy/lambda:.2g}"
@@ -345,10 +345,10 @@ def sample_chain(policy, obs, noise):
     e = noise.new_tensor(sizes)[:, None, None]  # (N, 1, 1)
     embedded, weight_x, pushes = *policy.embed(obs), noise[1:] * (2 * e).sqrt()
     x, latents, controls = policy.eta * noise[0], [], []
-    for k, size in enumerate(sizes):
+    for size, z, push in zip(sizes, embedded.unbind(), pushes, strict=True):  # unbind: its gradient is one stack
         latents.append(x)
-        controls.append(policy.control(embedded[k], weight_x, x))
-        x = pushes[k] + (1 - size * h) * x + size * controls[-1]
+        controls.append(policy.control(z, weight_x, x))
+        x = push + (1 - size * h) * x + size * controls[-1]
     latents, controls = torch.stack(latents), torch.stack(controls)  # (N, B, A)
     mean = latents + e * (controls - h * latents)
     # E[log noising(x|y) - log denoising(y|x)] given x: the same mean as at the sampled y, with a calmer gradient
