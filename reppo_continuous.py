@@ -52,7 +52,6 @@ class Args:
     capture_video: bool = False  # write video.gif of one evaluation episode at the end
     track: bool = False  # log to Weights & Biases too (WANDB_* variables apply); else nothing touches the network
     bench: int = 0  # measure this many iterations after a warm-up, print steps/s and time shares, write nothing
-    # sizes; None means: by suite and device, from SUITES and SIZES
     num_envs: int | None = None  # parallel environments (E)
     num_steps: int | None = None  # steps that each env takes per iteration (T)
     num_minibatches: int | None = None  # minibatches per epoch; must divide num_envs * num_steps
@@ -192,9 +191,8 @@ class VecEnv:
         obs, reward, terminated, truncated, info = self.env.step(action.reshape(self.num_envs, *self.space.shape))
         obs, reward = self.flatten(obs), reward.astype(np.float32)
         bad = ~(np.isfinite(obs).all(1) & np.isfinite(reward))
-        if bad.any():
-            self.nonfinite += int(bad.sum())
-            obs, reward, terminated = np.where(bad[:, None], self.obs, obs), np.where(bad, 0, reward), terminated & ~bad
+        self.nonfinite += int(bad.sum())
+        obs, reward, terminated = np.where(bad[:, None], self.obs, obs), np.where(bad, 0, reward), terminated & ~bad
         self.episode_return += reward
         self.episode_length += 1
         whole = terminated | truncated & ~bad  # episodes that ended by themselves
@@ -278,9 +276,8 @@ class Critic(nn.Module):  # REPPO's: Q(s, a) as a distribution over bins, and a 
         io = ((obs_dim - critic_start + action_dim, H), (H, num_bins), (H, H))
         nets = [nn.Sequential(nn.SiLU(), nn.Linear(i, H), nn.LayerNorm(H), nn.SiLU(), nn.Linear(H, o)) for i, o in io]
         self.encoder, self.head, self.predictor = nets[0][1:], nets[1], nets[2]  # raw inputs need no activation
-        with torch.no_grad():  # start at Q = 0, not at the middle of the range
-            self.head[-1].weight *= 0.01
-            self.head[-1].bias.copy_(40 * hl_gauss(torch.zeros(1), self.edges, self.sigma)[0])
+        self.head[-1].weight.data *= 0.01  # start at Q = 0, not at the middle of the range
+        self.head[-1].bias.data = 40 * hl_gauss(torch.zeros(1), self.edges, self.sigma)[0]
 
     def features(self, obs, action):
         return self.encoder(torch.cat([obs[:, self.critic_start :], action], -1))
@@ -423,9 +420,9 @@ def update(agent, optimisers, data, args, rng, lap, progress):
             lap("actor")
     names = "losses/critic losses/auxiliary losses/critic_grad_norm losses/actor losses/actor_grad_norm policy/kl"
     names = (names + " policy/inside policy/entropy").split()
-    metrics, target = dict(zip(names, torch.stack(history).mean(0), strict=True)), data["target"]
-    outside = (target < args.vmin) | (target > args.vmax)
-    metrics |= {"losses/target": target.mean(), "losses/clipped_targets": outside.float().mean()}
+    target, metrics = data["target"], dict(zip(names, torch.stack(history).mean(0), strict=True))
+    metrics |= {"losses/target": target.mean()}
+    metrics |= {"losses/clipped_targets": ((target < args.vmin) | (target > args.vmax)).float().mean()}
     return metrics | {"policy/alpha": agent.log_alpha.exp(), "policy/lambda": agent.log_lambda.exp()}
 
 
@@ -441,11 +438,10 @@ def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
 
 # --- shared: evaluation ---
 @torch.no_grad()
-def evaluate(agent, envs, sampler, args, frames=None):  # first episode of each env -> return, length, success (3, E)
+def evaluate(agent, envs, sampler, args, watch=lambda: None):  # first episodes -> return, length, success (3, E)
     rng, obs, first = torch.Generator(envs.device).manual_seed(args.seed), envs.reset(), {}
     for _ in range(10_000):  # an env without a time limit is cut here
-        if frames is not None:
-            frames.append(np.asarray(envs.env.render()[0], np.uint8))
+        watch()
         obs, *_ = envs.step(act(agent, agent.policy.normaliser(obs), sampler, args, rng))
         first = {env: episode for env, *episode in envs.finished[::-1]} if envs.finished else first
         if len(first) == envs.num_envs:
@@ -467,7 +463,7 @@ def report(agent, make_envs, args, run_dir, device):  # all samplers on the same
     try:
         if args.capture_video:  # by Gymnasium: EnvPool's renderer aborts the whole process where there is no OpenGL
             envs, frames = VecEnv("gymnasium", args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
-            evaluate(agent, envs, args.eval_sampler, args, frames)
+            evaluate(agent, envs, args.eval_sampler, args, lambda: frames.append(np.uint8(envs.env.render()[0])))
             first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:1000:4])
             first.save(run_dir / "video.gif", save_all=True, append_images=others, duration=50, loop=0)
     except Exception as e:  # a video must not cost the user a finished run
@@ -494,7 +490,7 @@ def parse(argv):  # -> args, checkpoint or None; --resume and --evaluate start f
     for k, v in vars(args).items():
         if v != before[k] and k not in {*fresh, "total_timesteps", "torch_threads"} and not k.startswith("eval_"):
             stop(f"the checkpoint was made with {k} {before[k]} and cannot go on with {v}")
-    return args, saved
+    return args, saved | dict(folder=path.parent)
 
 
 class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png and, on demand, wandb
@@ -515,15 +511,14 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         rows = self.path.read_text().splitlines(True) if step and self.path.exists() else []
         kept = [r for r in rows[1:] if r.endswith("\n") and int(r.split(",")[0]) <= step]  # later ones will come again
         self.path.write_text("".join(rows[:1] + kept))
-        if args.track:
-            self.wandb = wandb.init(name=run_dir.name, config=vars(args), dir=str(run_dir))
+        self.wandb = wandb and wandb.init(name=run_dir.name, config=vars(args), dir=str(run_dir))
 
     def add(self, row):
         known = {k: v for k, v in row.items() if v is not None and v == v}
         with self.path.open("a") as f:
             f.write("" if f.tell() else ",".join(row) + "\n")
             f.write(",".join(str(known.get(k, "")) for k in row) + "\n")
-        if self.args.track:
+        if self.wandb:
             self.wandb.log(known, step=row["global_step"])
         self.last |= known
         step, speed, terminal = row["global_step"], row["charts/sps"], sys.stdout.isatty()
@@ -569,8 +564,7 @@ def main(argv=None):
     args.backend, suite = choose_backend(args.env_id, args.backend)
     args = resolve(args, suite, device)
     name = f"{re.sub('[^A-Za-z0-9.-]', '_', args.env_id)}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = Path(args.resume or args.evaluate or args.run_dir or f"runs/{name}")
-    run_dir = run_dir.parent if saved and run_dir.is_file() else run_dir
+    run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{name}")
 
     def make_envs(resets=None, num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, stagger=0):
         return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets, stagger)
