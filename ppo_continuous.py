@@ -218,7 +218,7 @@ def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of 
 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
-    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode or rollout."""
+    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode."""
     targets, following = [], value[-1]
     for t in reversed(range(len(reward))):
         trace = torch.where(cut[t], ~terminated[t] * value[t], td_lambda * following + (1 - td_lambda) * value[t])
@@ -273,9 +273,8 @@ def log_prob(action, mean, log_std):  # of a diagonal Gaussian, (B,)
 
 
 def gaussian_kl(old_mean, old_log_std, mean, log_std):  # KL(old || new), (B,)
-    variance_ratio = (2 * (old_log_std - log_std)).exp()
-    squared = ((mean - old_mean) / log_std.exp()).square()
-    return 0.5 * (variance_ratio + squared - 1 - variance_ratio.log()).sum(-1)
+    log_ratio = 2 * (old_log_std - log_std)  # of the variances
+    return 0.5 * (log_ratio.expm1() - log_ratio + ((mean - old_mean) / log_std.exp()).square()).sum(-1)
 
 
 def objective(ratio, advantage, eps, kind):  # to be maximised, per sample
@@ -330,11 +329,12 @@ def compute_targets(agent, data, args, rng):
     if args.normalise_reward:
         reward = scale_rewards(agent, reward, cut, args.gamma, args.return_scale)
     cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
-    cut[-1] = True
     value, next_value = agent.value(data["obs"]), agent.value(data["next_obs"])  # of the true final observation
     target = td_lambda_targets(reward, next_value, terminated, cut, args.gamma, args.gae_lambda)
     advantage, valid = target - value, data["valid"]
-    advantage = (advantage - advantage[valid].mean()) / (advantage[valid].std() + 1e-8)  # once, over the whole rollout
+    weight = valid / valid.sum().clamp(min=1)
+    advantage = advantage - (advantage * weight).sum()  # normalised once, over the whole rollout
+    advantage = advantage / ((advantage.square() * weight).sum().sqrt() + 1e-8)
     found = dict(advantage=advantage, target=target, value=value, mean=data["mean"], valid=valid)
     return {k: v.flatten(0, 1) for k, v in (dict(obs=data["obs"], action=data["action"]) | found).items()}
 

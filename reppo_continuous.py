@@ -234,7 +234,7 @@ def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of 
 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
-    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode or rollout."""
+    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode."""
     targets, following = [], value[-1]
     for t in reversed(range(len(reward))):
         trace = torch.where(cut[t], ~terminated[t] * value[t], td_lambda * following + (1 - td_lambda) * value[t])
@@ -330,9 +330,8 @@ def sample_action(policy, obs, noise):
 
 def gaussian_kl(policy, obs, old):  # KL(old || new) before the tanh, which does not change it; old (B, 2 A) -> (B,)
     (mean, log_std), (old_mean, old_log_std) = policy(obs).chunk(2, -1), old.chunk(2, -1)
-    variance_ratio = (2 * (old_log_std - log_std)).exp()
-    squared = (mean - old_mean).square() * (-2 * log_std).exp()
-    return 0.5 * (variance_ratio + squared - 1 - variance_ratio.log()).sum(-1)
+    log_ratio = 2 * (old_log_std - log_std)  # of the variances
+    return 0.5 * (log_ratio.expm1() - log_ratio + ((mean - old_mean) / log_std.exp()).square()).sum(-1)
 
 
 def actor_loss(agent, obs, old, noise, weight, args):
@@ -383,7 +382,6 @@ def compute_targets(agent, data, args, rng):
         reward = scale_rewards(agent, reward, cut, args.gamma, args.return_scale)
     soft_reward = reward + args.gamma * ~terminated * agent.log_alpha.exp() * entropy.view(T, E)
     cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
-    cut[-1] = True
     flat = {k: data[k].flatten(0, 1) for k in ("obs", "action", "gaussian", "valid")}
     target = td_lambda_targets(soft_reward, value.view(T, E), terminated, cut, args.gamma, args.td_lambda)
     flat["target"], flat["next_features"] = target.flatten(), features

@@ -238,7 +238,7 @@ def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of 
 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
-    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode or rollout."""
+    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode."""
     targets, following = [], value[-1]
     for t in reversed(range(len(reward))):
         trace = torch.where(cut[t], ~terminated[t] * value[t], td_lambda * following + (1 - td_lambda) * value[t])
@@ -416,7 +416,6 @@ def compute_targets(agent, data, args, rng):
         reward = scale_rewards(agent, reward, cut, args.gamma, args.return_scale)
     soft_reward = reward + args.gamma * ~terminated * agent.log_alpha.exp() * bound.view(T, E)
     cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
-    cut[-1] = True
     flat = {k: data[k].flatten(0, 1) for k in ("obs", "action", "latents", "controls", "valid")}
     target = td_lambda_targets(soft_reward, value.view(T, E), terminated, cut, args.gamma, args.td_lambda)
     flat["target"], flat["next_features"] = target.flatten(), features

@@ -265,7 +265,7 @@ def discounted_returns(reward, ended, gamma):
 
 def normalised(advantage, valid):
     kept = advantage[valid]
-    return (advantage - kept.mean()) / kept.std()
+    return (advantage - kept.mean()) / kept.std(correction=0)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -287,7 +287,7 @@ def test_advantages_against_brute_force(gae_lambda, normalise):
     close(flat["target"], (raw + value).flatten())
     close(flat["advantage"], normalised(raw, valid).flatten(), rtol=1e-6, atol=1e-6)
     kept = flat["advantage"][flat["valid"]]
-    assert abs(kept.mean()) < 1e-12 and abs(kept.std() - 1) < 1e-6 and 0 < (~valid).sum()
+    assert abs(kept.mean()) < 1e-12 and abs(kept.std(correction=0) - 1) < 1e-6 and 0 < (~valid).sum()
     assert abs(flat["advantage"].mean()) > 1e-4  # of the dropped steps too it would be another
     close(data, before, rtol=0, atol=0)
     for name in ("obs", "action", "mean", "valid"):

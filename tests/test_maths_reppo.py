@@ -43,7 +43,8 @@ def float64():
 def make_args(**changes):
     sizes = dict(num_envs=6, num_steps=5, num_minibatches=1, update_epochs=1, hidden_size=16, policy_delay=1)
     values = dict(gamma=0.9, vmin=-10.0, vmax=10.0, alpha_init=0.3, lambda_init=0.7, normalise_reward=False)
-    return Args(**sizes | values | dict(actor_learning_rate=2e-3, anneal=0.0) | changes)
+    steps = dict(learning_rate=3e-4, actor_learning_rate=2e-3, anneal=0.0, kl_bound=0.1)
+    return Args(**sizes | values | steps | changes)
 
 
 def make_agent(args, A=2, obs_dim=7, actor_dim=5, critic_start=2, scale=0.3):
