@@ -69,7 +69,7 @@ class Args:
     kl_bound: float = 0.1  # largest trajectory KL to the rollout policy (epsilon)
     kl_samples: int = 1  # chains of the old policy per state for the KL (K); the first is the rollout's own
     lambda_init: float | None = None  # initial multiplier of the KL; few updates cannot raise it far, so 1 on a CPU
-    diffusion_steps: int = 8  # denoising steps per action (N)
+    diffusion_steps: int | None = None  # denoising steps per action (N)
     eta: float = 2.5  # standard deviation of the prior that denoising starts from
     entropy_target: float = 4.0  # alpha drives `run` to this per action dimension (a bound of -1.665 at eta 2.5)
     num_bins: int = 151  # bins of the critic's value distribution
@@ -95,13 +95,13 @@ SUITES = {  # the paper's table; the entropy bonus is part of the value, so alph
     "other": dict(gamma=0.99, vmin=-150.0, vmax=150.0, alpha_init=0.01, normalise_reward=True),
 }
 SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size policy_delay".split()
-SIZE_NAMES += ["learning_rate", "actor_learning_rate", "anneal", "lambda_init"]
-SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 3e-4, 3e-4, 0, 0.01)}
-SIZES["cpu"] = (10**6, 64, 64, 16, 4, 128, 4, 2e-3, 1.2e-3, 1, 1)
-SIZES["cpu", "other"] = (10**6, 64, 64, 16, 4, 128, 1, 3e-4, 3e-4, 0, 1)  # Pendulum-v1 lost late what it had above
-SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 3e-4, 3e-4, 0, 0.01)
-SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 3e-4, 3e-4, 0, 0.01)
-SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 4, 2e-3, 1.2e-3, 1, 0.1)  # G1 takes 80 MB per env
+SIZE_NAMES += ["diffusion_steps", "learning_rate", "actor_learning_rate", "anneal", "lambda_init"]
+SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 8, 3e-4, 3e-4, 0, 0.01)}
+SIZES["cpu"] = (10**6, 64, 64, 16, 4, 128, 2, 4, 2e-3, 1.2e-3, 1, 1)
+SIZES["cpu", "other"] = (10**6, 64, 64, 16, 4, 128, 1, 8, 3e-4, 3e-4, 0, 1)  # Pendulum-v1 lost late what it had above
+SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 8, 3e-4, 3e-4, 0, 0.01)
+SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 8, 3e-4, 3e-4, 0, 0.01)
+SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 2, 4, 2e-3, 1.2e-3, 1, 0.1)  # G1 takes 80 MB per env
 SAMPLERS = "ode", "sde", "best-of-k"
 HOT = "sample_chain", "trajectory_kl", "td_lambda_targets", "critic_loss"  # what --compile compiles
 PROGRESS = "KL {policy/kl:.3f}/{kl_bound:g}  alpha {policy/alpha:.2g}  lambda {policy/lambda:.2g}"
