@@ -67,7 +67,7 @@ class Args:
     init_std: float = 1.0  # initial standard deviation of the policy, the same in all states
     learning_rate: float | None = None  # Adam's step size, or its start
     schedule: Literal["auto", "adaptive", "linear", "fixed"] = "auto"  # by KL | to zero | auto: adaptive, SPO fixed
-    desired_kl: float = 0.01  # an adaptive step size shrinks above twice this KL and grows below half of it
+    desired_kl: float | None = None  # an adaptive step size shrinks above twice this KL and grows below half of it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     eval_points: int = 20  # evaluations during training, evenly spaced; each one also saves a checkpoint
     eval_episodes: int = 16  # episodes per evaluation, in envs of their own
@@ -78,10 +78,10 @@ class Args:
 
 SUITES = {suite: dict(gamma=0.99, normalise_reward=True) for suite in ("DMC", "HumanoidBench", "other")}
 SUITES["humanoid"] = dict(gamma=0.97, normalise_reward=True)
-SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size entropy_coef learning_rate"
-SIZE_NAMES = SIZE_NAMES.split()
-SIZES = {"cuda": (5 * 10**7, 1024, 128, 32, 5, 256, 0.001, 1e-3)}
-SIZES["cpu"] = (10**6, 64, 32, 8, 5, 128, 0.001, 1e-3)
+SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size".split()
+SIZE_NAMES += ["entropy_coef", "learning_rate", "desired_kl"]
+SIZES = {"cuda": (5 * 10**7, 1024, 128, 32, 5, 256, 0.001, 1e-3, 0.01)}
+SIZES["cpu"] = (10**6, 16, 128, 32, 10, 128, 0, 3e-4, 0.03)  # small and many steps, as with few envs
 SAMPLERS = "mean", "sample"
 HOT = "policy_loss", "td_lambda_targets"  # what --compile compiles
 PROGRESS = "KL {policy/kl:.3f}/{desired_kl:g}  std {policy/std:.2g}  step size {policy/learning_rate:.1e}"
