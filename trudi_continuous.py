@@ -84,7 +84,7 @@ class Args:
     eval_sampler: Literal["ode", "sde", "best-of-k"] = "ode"  # scaled ODE, the policy itself, best of K by Q
     eval_score_scale: float = 1.0  # score scale c of the ODE; 0.5 keeps the policy's marginals, larger is greedier
     eval_best_of: int = 10  # K of the best-of-k sampler
-    torch_threads: int = 1  # CPU threads of torch, and of EnvPool; 1 lets several runs share a machine
+    torch_threads: int = 1  # CPU threads of torch and EnvPool; 1 lets runs share a machine, with CUDA take all cores
     compile: bool = False  # torch.compile the hot functions
 
 
@@ -156,7 +156,7 @@ class VecEnv:
         self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs)
         self.resets = np.zeros(num_envs, np.int64)  # a resumed run repeats them, and so gets the same random streams
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
-        while resets is not None and (behind := self.resets < resets).any():
+        while resets is not None and len(resets) == num_envs and (behind := self.resets < resets).any():
             self.obs[behind] = self.reset_where(behind)
         length = (self.env.config if backend == "envpool" else vars(self.env.spec))["max_episode_steps"] or 0
         phase = stagger * (length > 0) * (1 + np.arange(num_envs) * (length // max(stagger, 1)) // num_envs)
@@ -255,6 +255,7 @@ class DiffusionPolicy(nn.Module):  # predicts the control u(x, s, k) of denoisin
         self.normaliser = Normaliser(obs_dim)
         angles = torch.arange(num_steps)[:, None] * torch.exp(torch.arange(16) * -math.log(10_000) / 16)
         self.register_buffer("time_features", torch.cat([angles.sin(), angles.cos()], 1), persistent=False)  # (N, 32)
+        self.register_buffer("sizes", torch.tensor(step_sizes(num_steps)), persistent=False)  # (N,)
         self.time_mlp = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
         self.first = nn.Linear(actor_dim + action_dim + 32, hidden)
         self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2))
@@ -339,7 +340,7 @@ def sample_chain(policy, obs, noise):
     """Denoise from the prior, Eq. (5), (7); bound the entropy of the result from below, Eq. (12). noise (N+1, B, A)
     -> action (B, A), run (B,), bound (B,), latents x_0..x_{N-1} and controls, (B, N, A) each"""
     A, h, sizes = policy.action_dim, policy.eta**-2, step_sizes(policy.num_steps)
-    e = noise.new_tensor(sizes)[:, None, None]  # (N, 1, 1)
+    e = policy.sizes[:, None, None]  # (N, 1, 1)
     embedded, weight_x, pushes = *policy.embed(obs), noise[1:] * (2 * e).sqrt()
     x, latents, controls = policy.eta * noise[0], [], []
     for size, z, push in zip(sizes, embedded.unbind(), pushes, strict=True):  # unbind: its gradient is one stack
@@ -359,7 +360,7 @@ def trajectory_kl(policy, obs, latents, controls):
     """Eq. (14): KL of Gaussians of equal variance, step by step along the old policy's chains (B, K, N, A) -> (B,)"""
     embedded, weight_x = policy.embed(obs)
     u = policy.control(embedded.transpose(0, 1)[:, None], weight_x, latents)  # all N steps in one batch
-    return ((u - controls).square().sum(-1) * latents.new_tensor(step_sizes(policy.num_steps)) / 4).sum(-1).mean(-1)
+    return ((u - controls).square().sum(-1) * policy.sizes / 4).sum(-1).mean(-1)
 
 
 def actor_loss(agent, obs, latents, controls, noise, weight, args, sparse):
@@ -479,26 +480,24 @@ def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
 @torch.no_grad()
 def evaluate(agent, envs, sampler, args, watch=lambda: None):  # first episodes -> return, length, success (3, E)
     rng, obs, first = torch.Generator(envs.device).manual_seed(args.seed), envs.reset(), {}
-    for _ in range(10_000):  # an env without a time limit is cut here
+    while len(first) < envs.num_envs and envs.episode_length.max() < 10_000:  # or an env without end would run for ever
         watch()
         obs, *_ = envs.step(act(agent, agent.policy.normaliser(obs), sampler, args, rng))
         first = {env: episode for env, *episode in envs.finished[::-1]} if envs.finished else first
-        if len(first) == envs.num_envs:
-            break
     envs.finished.clear()
     running = np.stack([envs.episode_return, envs.episode_length, np.full(envs.num_envs, np.nan)], 1)
     return np.array([first.get(i, now) for i, now in enumerate(running)]).T
 
 
 def report(agent, make_envs, args, run_dir, device):  # all samplers on the same seeds, and the video
-    table = {}
+    table, name = {}, f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
     print(f"\n{args.eval_episodes} episodes each{'return':>14}{'std':>9}{'min':>9}{'max':>9}")
     for sampler in SAMPLERS:
         x, lengths, success = evaluate(agent, make_envs(), sampler, args)
         print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}")
         table[sampler] = dict(mean=x.mean(), std=x.std(), length=lengths.mean(), returns=x.tolist())
         table[sampler]["success"] = None if np.isnan(success).any() else success.mean()
-    (run_dir / "eval.json").write_text(json.dumps(table, indent=1))
+    (run_dir / name).write_text(json.dumps(table, indent=1))
     try:
         if args.capture_video:  # by Gymnasium: EnvPool's renderer aborts the whole process where there is no OpenGL
             envs, frames = VecEnv("gymnasium", args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
@@ -535,8 +534,8 @@ def parse(argv):  # -> args, checkpoint or None; --resume and --evaluate start f
 class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png and, on demand, wandb
     def __init__(self, run_dir, args, step, total, suite, device):
         self.path, self.args, self.total, self.last = run_dir / "metrics.csv", args, total, {}
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-        about = dict(suite=suite, device=str(device), git=git.stdout.strip() or None, python=sys.version.split()[0])
+        git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
+        about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
         about |= {module.__name__: module.__version__ for module in (torch, np, gym)}
         try:
             wandb = importlib.import_module("wandb") if args.track else None
@@ -560,13 +559,14 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         if self.wandb:
             self.wandb.log(known, step=row["global_step"])
         self.last |= known
-        step, speed, terminal = row["global_step"], row["charts/sps"], sys.stdout.isatty()
-        if terminal or "eval/return" in known:
+        step, speed = row["global_step"], row["charts/sps"]
+        width = os.get_terminal_size().columns - 1 if sys.stdout.isatty() else 0
+        if width or "eval/return" in known:
             last = [self.last.get(key, math.nan) for key in ("charts/episode_return", "eval/return")]
             text = f"[{'#' * (20 * step // self.total):.<20}] {step:,}/{self.total:,}  return {last[0]:.1f}"
             text += f"  eval {last[1]:.1f}  " + PROGRESS.format_map(vars(self.args) | row)
             text += f"  {speed:,.0f} steps/s  {(self.total - step) / speed / 60:.1f} min left"
-            print(f"\r{text}\033[K" if terminal else text, end="" if terminal else "\n", flush=True)
+            print(f"\r{text[:width]}\033[K" if width else text, end="" if width else "\n", flush=True)
         if "eval/return" in known:  # a new point for curve.png
             figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
             axis, (names, *rows) = figure.subplots(), [r.split(",") for r in self.path.read_text().splitlines()]
@@ -616,16 +616,16 @@ def main(argv=None):
     optimisers = agent.optimisers(args)
     step, best, elapsed, signals = 0, -math.inf, 0.0, []
     if saved:
-        if any(saved["agent"][k].shape != v.shape for k, v in agent.state_dict().items()):
+        if {k: v.shape for k, v in saved["agent"].items()} != {k: v.shape for k, v in agent.state_dict().items()}:
             stop(f"the checkpoint does not fit {args.env_id}: its observations or actions have other shapes now")
         agent.load_state_dict(saved["agent"])
         for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
             optimiser.load_state_dict(state)
         step, best, elapsed, envs.nonfinite = (saved[k] for k in ("step", "best", "elapsed", "nonfinite"))
-        rng.set_state(saved["rng"])
+        if saved["rng"].shape == rng.get_state().shape:  # another kind of device goes on with a stream of its own
+            rng.set_state(saved["rng"])
     if args.compile:  # the one place where functions are compiled
-        for hot in HOT:
-            globals()[hot] = torch.compile(getattr(globals()[hot], "_torchdynamo_orig_callable", globals()[hot]))
+        globals().update({hot: torch.compile(globals()[hot]) for hot in HOT})
     batch, seconds, clock = args.num_envs * args.num_steps, {}, [0.0]  # seconds of each phase
     iterations = 0 if args.evaluate else args.bench + 3 if args.bench else args.total_timesteps // batch
     grid, obs = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}, envs.tensor(envs.obs)
@@ -660,6 +660,7 @@ def main(argv=None):
             continue
         metrics["finite"] = torch.stack([p.isfinite().all() for p in agent.parameters()]).all()
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # the only transfer
+        lap([*seconds][-1])  # a GPU's remaining work belongs to the last phase
         step, names = step + batch, ("return", "length", "success")
         if not metrics.pop("finite"):
             stop(f"non-finite parameters after step {step}; the last good checkpoint is {run_dir / 'checkpoint.pt'}", 1)

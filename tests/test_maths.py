@@ -130,6 +130,7 @@ class LinearPolicy:
     def __init__(self, a, b, eta=2.5, action_dim=1):
         self.coefficients = torch.stack([torch.as_tensor(a), torch.as_tensor(b)], 1)
         self.num_steps, self.eta, self.action_dim = len(self.coefficients), eta, action_dim
+        self.sizes = torch.tensor(step_sizes(self.num_steps), dtype=torch.float64)
 
     def embed(self, obs):
         return self.coefficients, None

@@ -180,12 +180,11 @@ def test_resume_with_more_steps_then_evaluate(trained, tmp_path):
     run("--resume", folder, "--total-timesteps", 4 * 64, script=script)
     assert steps(folder) == [64, 128, 192, 256] and timeless(folder)[:2] == timeless(trained)
     assert load(folder)["step"] == 256 and load(folder)["elapsed"] > load(trained)["elapsed"]
-    before = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "eval.json"}
-    (folder / "eval.json").unlink()
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
     shown = run("--evaluate", folder / "best.pt", script=script).out
     assert all(re.search(rf"^{s}\s+-?\d", shown, re.M) for s in SAMPLERS[script])
-    assert list(json.loads((folder / "eval.json").read_text())) == SAMPLERS[script]
-    assert before == {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "eval.json"}
+    assert list(json.loads((folder / "eval_best.json").read_text())) == SAMPLERS[script]
+    assert before == {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "eval_best.json"}
 
 
 def test_best_checkpoint(clock):
@@ -196,10 +195,9 @@ def test_best_checkpoint(clock):
 
 def test_evaluating_twice_gives_the_same_numbers(clock, tmp_path):
     folder, results = shutil.copytree(clock, tmp_path / "run"), []
-    for target in (folder, folder, folder / "checkpoint.pt"):
-        (folder / "eval.json").unlink()
+    for target, name in ((folder, "run"), (folder, "run"), (folder / "checkpoint.pt", "checkpoint")):
         run("--evaluate", target)
-        results.append(json.loads((folder / "eval.json").read_text()))
+        results.append(json.loads((folder / f"eval_{name}.json").read_text()))
     assert results[0] == results[1] == results[2] == json.loads((clock / "eval.json").read_text())
     assert (folder / "checkpoint.pt").read_bytes() == (clock / "checkpoint.pt").read_bytes()
 
