@@ -11,7 +11,8 @@ what changes when the Gaussian becomes a diffusion policy.
     python reppo_continuous.py --env-id my_package:MyEnv-v0   # or --resume runs/FOLDER, --evaluate FILE.pt, --bench 10
 
 Departures from its authors' code: plain Adam, no decay of the duals; the entropy's Gaussian part in closed form;
-the policy's network is TruDi's; rewards outside SUITES are normalised, first episodes staggered.
+the policy's network is TruDi's; rewards outside SUITES are normalised, first episodes staggered; on a CPU, for DMC ids,
+lambda starts at 1, a policy step follows every second critic step, and step sizes are larger (see SIZES).
 Shapes: T rollout steps, E envs, B minibatch, O observation, A action, H hidden width.
 """
 
