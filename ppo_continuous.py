@@ -10,7 +10,7 @@ KL to the rollout policy. Schulman et al., 2017; Rudin et al., 2022 (rsl_rl); Xi
 
 Departures from rsl_rl: time-outs bootstrap from the value of the true final observation, not of the one before; rewards
 are scaled so that discounted returns have a root mean square of one, which the clipping of values by eps assumes; first
-episodes are staggered; on CUDA an entropy weight of 0.001 and 32 minibatches, as 4 would leave few steps per rollout; on
+episodes are staggered; on CUDA an entropy weight of 0.001 and 32 minibatches, as 4 leave few steps per rollout; on
 a CPU few envs, small minibatches, ten epochs and a looser KL (0.03), which learns CheetahRun-v1 faster. SPO keeps its
 step size, as its authors do. Actions are not squashed: the env clips them.
 Shapes: T rollout steps, E envs, B minibatch, O observation, A action, H hidden width.
