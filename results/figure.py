@@ -28,11 +28,16 @@ def load():
         args = json.loads(path.read_text())
         name = NAMES["spo" if args.get("objective") == "spo" else path.parts[-3]]
         runs.setdefault((args["env_id"], name), []).append(path.parent)
+        first = json.loads((runs[args["env_id"], name][0] / "args.json").read_text())
+        changed = {k for k in args if args[k] != first.get(k)} - {"seed", "run_dir", "git", "resume"}
+        assert not changed, f"{path.parent} has other settings than the runs beside it: {changed}"
     return {k: runs[k] for k in sorted(runs, key=lambda k: (k[0], list(COLOURS).index(k[1])))}
 
 
 def row(env_id, name, folders):
     tables = [json.loads((f / "eval.json").read_text()) for f in folders if (f / "eval.json").exists()]
+    if not tables:
+        return f"| {env_id} | {name} | - | 0 of {len(folders)} | - | - | - | - |"
     first, *others = ([t[sampler]["mean"] for t in tables] for sampler in tables[0])
     each = ", ".join(f"{x:.0f}" for x in first)
     other = ", ".join(f"{s} {np.mean(x):.0f}" for s, x in zip(list(tables[0])[1:], others, strict=True))

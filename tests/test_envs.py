@@ -241,7 +241,8 @@ def test_privileged_observations():
     assert (envs.actor_dim, envs.critic_start, envs.obs.shape, envs.action_dim) == (103, 103, (2, 319), 29)
     assert envs.step(torch.zeros(2, 29))[0].shape == (2, 319)
     agent = trudi.Agent(
-        envs, trudi.Args(vmin=-1.0, vmax=1.0, alpha_init=0.1, lambda_init=0.1, num_envs=2, hidden_size=8)
+        envs,
+        trudi.Args(vmin=-1.0, vmax=1.0, alpha_init=0.1, lambda_init=0.1, num_envs=2, hidden_size=8, diffusion_steps=8),
     )
     torch.nn.init.normal_(agent.policy.out[1].weight)
     obs, draws = torch.tensor(envs.obs), torch.randn(9, 2, 29)
