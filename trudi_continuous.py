@@ -187,8 +187,8 @@ class VecEnv:
         self.obs = self.reset_where(np.ones(self.num_envs, bool))
         return self.tensor(self.obs)
 
-    def tensor(self, x):
-        return torch.tensor(x, dtype=torch.bool if x.dtype == bool else torch.float32, device=self.device)
+    def tensor(self, x):  # on a CPU it shares the array's memory: every step makes new ones
+        return torch.from_numpy(x).to(self.device)
 
     def step(self, action):
         action = (self.centre + self.halfwidth * action.cpu().numpy().clip(-1, 1)).astype(self.space.dtype)
@@ -196,10 +196,10 @@ class VecEnv:
         obs, reward = self.flatten(obs), reward.astype(np.float32)
         bad = ~(np.isfinite(obs).all(1) & np.isfinite(reward))
         self.nonfinite += int(bad.sum())
-        obs, reward, terminated = np.where(bad[:, None], self.obs, obs), np.where(bad, 0, reward), terminated & ~bad
+        obs[bad], reward[bad] = self.obs[bad], 0
         self.episode_return += reward
         self.episode_length += 1
-        whole = terminated | truncated & ~bad  # episodes that ended by themselves
+        terminated, whole = terminated & ~bad, (terminated | truncated) & ~bad  # whole: it ended by itself
         truncated = truncated | bad | (self.episode_length >= self.limit)
         self.obs, ended, self.valid = obs.copy(), terminated | truncated, self.tensor(~bad)
         if ended.any():
@@ -407,7 +407,7 @@ def rollout(agent, envs, obs, args, rng, lap):  # -> dict of (T, E, ...) with th
 def compute_targets(agent, data, args, rng):
     """Soft TD(lambda) targets, Eq. (13), once per rollout, with its own policy and critic. -> dict of (T * E, ...)"""
     policy, critic, (T, E), chunks = agent.policy, agent.critic, data["reward"].shape, []
-    for x in data["next_obs"].flatten(0, 1).split(T * E // args.num_minibatches):
+    for x in data["next_obs"].flatten(0, 1).split(8192):
         action, _, bound, _, _ = sample_chain(policy, x, policy.noise(len(x), rng))
         features = critic.features(x, action)
         chunks.append((features, critic.value(features), bound))
