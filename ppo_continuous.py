@@ -18,7 +18,7 @@ Shapes: T rollout steps, E envs, B minibatch, O observation, A action, H hidden 
 
 import dataclasses
 import difflib
-import importlib
+import importlib.metadata
 import json
 import math
 import os
@@ -84,18 +84,15 @@ SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs h
 SIZE_NAMES += ["entropy_coef", "learning_rate", "desired_kl"]
 SIZES = {"cuda": (5 * 10**7, 1024, 128, 32, 5, 256, 0.001, 1e-3, 0.01)}
 SIZES["cpu"] = (10**6, 16, 128, 32, 10, 128, 0, 3e-4, 0.03)  # small and many steps, as with few envs
-SAMPLERS = "mean", "sample"
+SAMPLERS, METRICS = ("mean", "sample"), ("return", "length", "success")  # METRICS: of an episode
+RENDERER = "gymnasium"  # draws the videos: EnvPool's renderer aborts the whole process where there is no OpenGL
 HOT = "policy_loss", "td_lambda_targets"  # what --compile compiles
 PROGRESS = "KL {policy/kl:.3f}/{desired_kl:g}  std {policy/std:.2g}  step size {policy/learning_rate:.1e}"
 
 
 # --- shared: environments ---
-def stop(sentence, code=2):
-    print(f"error: {sentence}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def choose_backend(env_id, backend):  # -> backend, suite; refuses what cannot be trained
+def choose_backend(args, device):  # -> backend, suite; refuses what cannot be trained
+    env_id, backend = args.env_id, args.backend
     try:
         envpool = importlib.import_module("envpool")
         known, hint = envpool.list_all_envs(), ""
@@ -121,7 +118,6 @@ def choose_backend(env_id, backend):  # -> backend, suite; refuses what cannot b
 class VecEnv:
     """One contract for all backends: obs, reward, terminated, truncated, final_obs = step(action in [-1, 1])
     Where an episode ended, final_obs is its last observation and obs the next one's first; elsewhere they are equal.
-    The actor sees the first `actor_dim` columns, the critic those from `critic_start` on (privileged ones, or all).
     A non-finite step restarts its env, counts in `nonfinite` and clears `valid`, so that nobody trains on it."""
 
     def __init__(self, backend, env_id, num_envs, seed, device, threads=1, resets=None, stagger=0, **kwargs):
@@ -134,17 +130,17 @@ class VecEnv:
         self.space = space = self.env.single_action_space
         low, high = (np.nan_to_num(x.reshape(-1), posinf=1, neginf=-1) for x in (space.low, space.high))
         self.centre, self.halfwidth, self.action_dim = (high + low) / 2, (high - low) / 2, len(low)
-        self.nonfinite, self.finished = 0, []  # finished: [env, return, length, success] of each ended episode
-        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs)
+        self.nonfinite, self.finished, self.index = 0, [], np.arange(num_envs)  # finished: `stats` at their ends
         self.resets = np.zeros(num_envs, np.int64)  # a resumed run repeats them, and so gets the same random streams
+        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs)
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
         while resets is not None and len(resets) == num_envs and (behind := self.resets < resets).any():
             self.obs[behind] = self.reset_where(behind)
         length = (self.env.config if backend == "envpool" else vars(self.env.spec))["max_episode_steps"] or 0
-        phase = stagger * (length > 0) * (1 + np.arange(num_envs) * (length // max(stagger, 1)) // num_envs)
+        phase = stagger * (length > 0) * (1 + self.index * (length // max(stagger, 1)) // num_envs)
         self.limit = np.where(phase > 0, phase, np.inf)  # first episodes end apart, or all envs would stay in step
 
-    def flatten(self, obs):  # array or dict of arrays -> (E, O), privileged observations last
+    def flatten(self, obs):  # -> (E, O): the actor sees the columns up to actor_dim, the critic from critic_start on
         parts = {k: v.reshape(len(v), -1) for k, v in (obs if isinstance(obs, dict) else {"state": obs}).items()}
         privileged = [parts.pop("privileged_state")] if "privileged_state" in parts else []
         self.actor_dim = sum(p.shape[1] for p in parts.values())
@@ -169,6 +165,9 @@ class VecEnv:
         self.obs = self.reset_where(np.ones(self.num_envs, bool))
         return self.tensor(self.obs)
 
+    def stats(self, success=math.nan):  # of the episodes under way -> (E, 4): env, then METRICS
+        return np.stack([self.index, self.episode_return, self.episode_length, self.index * 0 + success], 1)
+
     def tensor(self, x):  # on a CPU it shares the array's memory: every step makes new ones
         return torch.from_numpy(x).to(self.device)
 
@@ -185,9 +184,7 @@ class VecEnv:
         truncated = truncated | bad | (self.episode_length >= self.limit)
         self.obs, ended, self.valid = obs.copy(), terminated | truncated, self.tensor(~bad)
         if ended.any():
-            success = info.get("success", info.get("is_success", np.full(self.num_envs, np.nan)))
-            stats = np.stack([np.arange(self.num_envs), self.episode_return, self.episode_length, success], 1)
-            self.finished += stats[whole].tolist()
+            self.finished.append(self.stats(info.get("success", info.get("is_success", math.nan)))[whole])
             self.obs[ended], self.limit[ended] = self.reset_where(ended), np.inf
         return tuple(self.tensor(x) for x in (self.obs, reward, terminated, truncated, obs))
 
@@ -373,41 +370,44 @@ def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
     return agent.policy(obs) + spread * agent.policy.noise(len(obs), rng)
 
 
-# --- shared: evaluation ---
+# --- shared: evaluation and run ---
+def stop(sentence, code=2):
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(code)
+
+
 @torch.no_grad()
-def evaluate(agent, envs, sampler, args, watch=lambda: None):  # first episodes -> return, length, success (3, E)
+def evaluate(agent, envs, sampler, args, watch=lambda: None):  # first episode of each env -> METRICS (3, E)
     rng, obs, first = torch.Generator(envs.device).manual_seed(args.seed), envs.reset(), {}
     while len(first) < envs.num_envs and envs.episode_length.max() < 10_000:  # or an env without end would run for ever
         watch()
         obs, *_ = envs.step(act(agent, agent.policy.normaliser(obs), sampler, args, rng))
-        first = {env: episode for env, *episode in envs.finished[::-1]} if envs.finished else first
-    envs.finished.clear()
-    running = np.stack([envs.episode_return, envs.episode_length, np.full(envs.num_envs, np.nan)], 1)
-    return np.array([first.get(i, now) for i, now in enumerate(running)]).T
+        while envs.finished:
+            first = {i: episode for i, *episode in envs.finished.pop(0).tolist() if i >= 0} | first
+    return np.array([first.get(env, episode) for env, *episode in envs.stats().tolist()]).T
 
 
 def report(agent, make_envs, args, run_dir, device):  # all samplers on the same seeds, and the video
     table, name = {}, f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
     print(f"\n{args.eval_episodes} episodes each{'return':>14}{'std':>9}{'min':>9}{'max':>9}")
     for sampler in SAMPLERS:
-        x, lengths, success = evaluate(agent, make_envs(), sampler, args)
-        print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}")
-        table[sampler] = dict(mean=x.mean(), std=x.std(), length=lengths.mean(), returns=x.tolist())
-        table[sampler]["success"] = None if np.isnan(success).any() else success.mean()
+        x, *others = evaluate(agent, make_envs(), sampler, args)
+        means = {k: None if np.isnan(v).any() else v.mean() for k, v in zip(METRICS[1:], others, strict=True)}
+        table[sampler] = dict(mean=x.mean(), std=x.std(), returns=x.tolist()) | means
+        success = "".join(f"   {k} {v:.2f}" for k, v in means.items() if v is not None and "success" in k)
+        print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}{success}")
     (run_dir / name).write_text(json.dumps(table, indent=1))
     try:
-        if args.capture_video:  # by Gymnasium: EnvPool's renderer aborts the whole process where there is no OpenGL
-            envs, frames = VecEnv("gymnasium", args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
+        if args.capture_video:
+            envs, frames = VecEnv(RENDERER, args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
             evaluate(agent, envs, args.eval_sampler, args, lambda: frames.append(np.uint8(envs.env.render()[0])))
-            first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:1000:4])
+            first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:: len(frames) // 250 + 1])
             first.save(run_dir / "video.gif", save_all=True, append_images=others, duration=50, loop=0)
     except Exception as e:  # a video must not cost the user a finished run
-        print(f"no video: Gymnasium, which draws them, cannot render {args.env_id} here: {e}")
+        print(f"no video: {RENDERER}, which draws them, cannot render {args.env_id} here: {e}")
     print(f"saved in {run_dir}: {', '.join(sorted(p.name for p in run_dir.iterdir()))}")
 
 
-# --- end shared ---
-# --- shared: run ---
 def parse(argv):  # -> args, checkpoint or None; --resume and --evaluate start from the checkpoint's settings
     args = tyro.cli(Args, args=argv, description=__doc__)
     if not (given := args.resume or args.evaluate):
@@ -420,7 +420,7 @@ def parse(argv):  # -> args, checkpoint or None; --resume and --evaluate start f
         stop(f"{path} is missing, damaged or not a checkpoint of ours ({type(e).__name__})")
     if script != SCRIPT or set(before) != set(vars(args)):
         stop(f"{path} was written by {script}.py or by another version of this script")
-    fresh = dict(resume=None, evaluate=None, bench=0, track=False, capture_video=False, device="auto", compile=False)
+    fresh = dict(resume=None, evaluate=None, track=False, capture_video=False, device="auto", compile=False)
     args = tyro.cli(Args, args=argv, default=Args(**before | fresh))
     for k, v in vars(args).items():
         if v != before[k] and k not in {*fresh, "total_timesteps", "torch_threads"} and not k.startswith("eval_"):
@@ -433,7 +433,8 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         self.path, self.args, self.total, self.last = run_dir / "metrics.csv", args, total, {}
         git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
         about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
-        about |= {module.__name__: module.__version__ for module in (torch, np, gym)}
+        installed = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+        about |= {k: installed[k] for k in "torch numpy gymnasium envpool mujoco mani-skill".split() if k in installed}
         try:
             wandb = importlib.import_module("wandb") if args.track else None
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -455,8 +456,7 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
             f.write(",".join(str(known.get(k, "")) for k in row) + "\n")
         if self.wandb:
             self.wandb.log(known, step=row["global_step"])
-        self.last |= known
-        step, speed = row["global_step"], row["charts/sps"]
+        self.last, step, speed = self.last | known, row["global_step"], row["charts/sps"]
         width = os.get_terminal_size().columns - 1 if sys.stdout.isatty() else 0
         if width or "eval/return" in known:
             last = [self.last.get(key, math.nan) for key in ("charts/episode_return", "eval/return")]
@@ -478,14 +478,15 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
 def resolve(args, suite, device):  # fill in what was left open, say what and why, refuse what cannot work
     sizes = dict(zip(SIZE_NAMES, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
     print(f"{args.env_id} by {args.backend}, {args.torch_threads} CPU thread(s); settings not given by flag:")
-    for reason, table in ((f"suite {suite}", SUITES[suite]), (f"device {device}", sizes)):
+    for reason, table in ((suite, SUITES[suite]), (f"device {device}", sizes)):
         chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
         args = dataclasses.replace(args, **chosen)
         print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
     free = "seed bench anneal vmin vmax gamma td_lambda gae_lambda aux_coef entropy_coef entropy_target".split()
     low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
-    if low or getattr(args, "vmin", 0) >= getattr(args, "vmax", 1) or getattr(args, "num_bins", 2) < 2:
-        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, and num_bins at least 2")
+    wrong = getattr(args, "vmin", 0) >= getattr(args, "vmax", 1) or getattr(args, "num_bins", 2) < 2
+    if low or wrong or getattr(args, "anneal", 0) > 1:
+        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, num_bins above 1, anneal at most 1")
     if (batch := args.num_envs * args.num_steps) % args.num_minibatches or args.total_timesteps < batch:
         stop(f"num_envs * num_steps = {batch} must be a multiple of num_minibatches and at most total_timesteps")
     return args
@@ -497,7 +498,7 @@ def main(argv=None):
     if device.type == "cuda" and not torch.cuda.is_available():
         stop(f"--device {args.device}: torch sees no CUDA device here")
     torch.set_num_threads(args.torch_threads)
-    args.backend, suite = choose_backend(args.env_id, args.backend)
+    args.backend, suite = choose_backend(args, device)
     args = resolve(args, suite, device)
     name = f"{re.sub('[^A-Za-z0-9.-]', '_', args.env_id)}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{name}")
@@ -536,7 +537,7 @@ def main(argv=None):
     def save(filename):  # written beside and moved into place: a kill at any moment leaves the old file or the new one
         state = dict(script=SCRIPT, args=vars(args), agent=agent.state_dict(), rng=rng.get_state(), step=step)
         state |= dict(optimisers=[o.state_dict() for o in optimisers], best=best, elapsed=elapsed)
-        state |= dict(nonfinite=envs.nonfinite, resets=[envs.resets.tolist(), eval_envs.resets.tolist()])
+        state |= dict(nonfinite=int(envs.nonfinite), resets=[envs.resets.tolist(), eval_envs.resets.tolist()])
         torch.save(state, run_dir / f"{filename}.tmp")
         os.replace(run_dir / f"{filename}.tmp", run_dir / filename)
 
@@ -558,17 +559,16 @@ def main(argv=None):
         metrics["finite"] = torch.stack([p.isfinite().all() for p in agent.parameters()]).all()
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # the only transfer
         lap([*seconds][-1])  # a GPU's remaining work belongs to the last phase
-        step, names = step + batch, ("return", "length", "success")
+        step, episodes = step + batch, [e for block in envs.finished for i, *e in block.tolist() if i >= 0]
+        envs.finished.clear()
         if not metrics.pop("finite"):
             stop(f"non-finite parameters after step {step}; the last good checkpoint is {run_dir / 'checkpoint.pt'}", 1)
-        episodes = np.array(envs.finished).mean(0)[1:] if envs.finished else [None] * 3
-        envs.finished.clear()
         row = {"global_step": step, "time/elapsed": 0.0, "charts/sps": batch / sum(seconds.values())}
-        row |= {f"charts/episode_{k}": v for k, v in zip(names, episodes, strict=True)}
-        row |= {"charts/nonfinite": envs.nonfinite} | {f"eval/{k}": None for k in names} | metrics
+        row |= {f"charts/episode_{k}": np.mean([e[i] for e in episodes] or np.nan) for i, k in enumerate(METRICS)}
+        row |= {"charts/nonfinite": int(envs.nonfinite)} | {f"eval/{k}": None for k in METRICS} | metrics
         if iteration in grid:
             means = evaluate(agent, eval_envs, args.eval_sampler, args).mean(1).tolist()
-            row |= {f"eval/{k}": v for k, v in zip(names, means, strict=True)}
+            row |= {f"eval/{k}": v for k, v in zip(METRICS, means, strict=True)}
         lap("eval")
         row |= {f"time/{k}": v for k, v in seconds.items()}
         row["time/elapsed"] = elapsed = elapsed + sum(seconds.values())

@@ -9,15 +9,14 @@ a state within the KL bound follows the critic, any other is pulled back to the 
     python trudi_continuous.py                                # CheetahRun-v1; small on a CPU, paper scale on CUDA
     python trudi_continuous.py --env-id my_package:MyEnv-v0   # or --resume runs/FOLDER, --evaluate FILE.pt, --bench 10
 
-Departures (see docs/trudi.md): KL samples come from the old policy's chain, kept from the rollout, in closed
-form per step; Eq. (18) needs a plus before the log-ratio, Eq. (22) an ascent; the network predicts a control u (score =
-u/2 - x/eta^2) and starts at zero, that is at the prior; a CPU takes fewer policy steps; first episodes are staggered.
+Departures (see docs/trudi.md): the KL is taken in closed form per step along the rollout's own chains; Eq. (18) needs a
+plus before the log-ratio, Eq. (22) an ascent; the network predicts a control, score = u/2 - x/eta^2, that starts at 0.
 Shapes: T rollout steps, E envs, B minibatch, O observation, A action, N diffusion steps, K KL samples, H hidden width.
 """
 
 import dataclasses
 import difflib
-import importlib
+import importlib.metadata
 import json
 import math
 import os
@@ -61,14 +60,14 @@ class Args:
     gamma: float | None = None  # discount factor
     vmin: float | None = None  # lower end of the critic's range
     vmax: float | None = None  # upper end of the critic's range
-    alpha_init: float | None = None  # initial entropy temperature
+    alpha_init: float | None = None  # initial entropy temperature; its bonus is a part of the values, which must fit
     normalise_reward: bool | None = None  # scale rewards so that discounted returns have RMS --return-scale
     return_scale: float = 30.0  # see --normalise-reward, which is on for ids outside SUITES
     td_lambda: float = 0.95  # trace parameter of the TD(lambda) targets
     trust_region: Literal["split", "penalty", "none"] = "split"  # Eq. (19) | lambda * KL added | on-policy DIME
     kl_bound: float = 0.1  # largest trajectory KL to the rollout policy (epsilon)
     kl_samples: int = 1  # chains of the old policy per state for the KL (K); the first is the rollout's own
-    lambda_init: float | None = None  # initial multiplier of the KL; few updates cannot raise it far, so 1 on a CPU
+    lambda_init: float | None = None  # initial multiplier of the KL
     diffusion_steps: int | None = None  # denoising steps per action (N)
     eta: float = 2.5  # standard deviation of the prior that denoising starts from
     entropy_target: float = 4.0  # alpha drives `run` to this per action dimension (a bound of -1.665 at eta 2.5)
@@ -88,32 +87,29 @@ class Args:
     compile: bool = False  # torch.compile the hot functions
 
 
-SUITES = {  # the paper's table; the entropy bonus is part of the value, so alpha_init must fit the critic's range
-    "DMC": dict(gamma=0.99, vmin=0.0, vmax=150.0, alpha_init=0.01, normalise_reward=False),
-    "humanoid": dict(gamma=0.97, vmin=-10.0, vmax=10.0, alpha_init=0.01, normalise_reward=False),
-    "HumanoidBench": dict(gamma=0.99, vmin=-250.0, vmax=250.0, alpha_init=1.0, normalise_reward=False),
-    "other": dict(gamma=0.99, vmin=-150.0, vmax=150.0, alpha_init=0.01, normalise_reward=True),
+SUITES = {  # the paper's table; a CPU has few updates, so SIZES start alpha and lambda where they would end
+    "DMC": dict(gamma=0.99, vmin=0.0, vmax=150.0, normalise_reward=False),
+    "humanoid": dict(gamma=0.97, vmin=-10.0, vmax=10.0, normalise_reward=False),
+    "HumanoidBench": dict(gamma=0.99, vmin=-250.0, vmax=250.0, normalise_reward=False),
+    "other": dict(gamma=0.99, vmin=-150.0, vmax=150.0, normalise_reward=True),
 }
 SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size policy_delay".split()
-SIZE_NAMES += ["diffusion_steps", "learning_rate", "actor_learning_rate", "anneal", "lambda_init"]
-SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 8, 3e-4, 3e-4, 0, 0.01)}
-SIZES["cpu"] = (10**6, 64, 64, 16, 4, 128, 2, 4, 2e-3, 1.2e-3, 1, 1)
-SIZES["cpu", "other"] = (10**6, 64, 64, 16, 4, 128, 1, 8, 3e-4, 3e-4, 0, 1)  # Pendulum-v1 lost late what it had above
-SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 8, 3e-4, 3e-4, 0, 0.01)
-SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 8, 3e-4, 3e-4, 0, 0.01)
-SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 2, 4, 2e-3, 1.2e-3, 1, 0.1)  # G1 takes 80 MB per env
-SAMPLERS = "ode", "sde", "best-of-k"
+SIZE_NAMES += ["diffusion_steps", "learning_rate", "actor_learning_rate", "anneal", "lambda_init", "alpha_init"]
+SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 8, 3e-4, 3e-4, 0, 0.01, 0.01)}
+SIZES["cpu"] = (10**6, 64, 64, 16, 4, 128, 2, 4, 2e-3, 1.2e-3, 1, 1, 0.001)
+SIZES["cpu", "other"] = (10**6, 64, 64, 16, 4, 128, 1, 8, 3e-4, 3e-4, 0, 1, 0.01)  # Pendulum-v1 forgot with the above
+SIZES["cuda", "humanoid"] = (5 * 10**7, 1024, 128, 16, 8, 512, 1, 8, 3e-4, 3e-4, 0, 0.01, 0.01)
+SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 8, 3e-4, 3e-4, 0, 0.01, 1.0)
+SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 2, 4, 2e-3, 1.2e-3, 1, 0.1, 0.01)  # G1 takes 80 MB per env
+SAMPLERS, METRICS = ("ode", "sde", "best-of-k"), ("return", "length", "success")  # METRICS: of an episode
+RENDERER = "gymnasium"  # draws the videos: EnvPool's renderer aborts the whole process where there is no OpenGL
 HOT = "sample_chain", "trajectory_kl", "td_lambda_targets", "critic_loss"  # what --compile compiles
 PROGRESS = "KL {policy/kl:.3f}/{kl_bound:g}  alpha {policy/alpha:.2g}  lambda {policy/lambda:.2g}"
 
 
 # --- shared: environments ---
-def stop(sentence, code=2):
-    print(f"error: {sentence}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def choose_backend(env_id, backend):  # -> backend, suite; refuses what cannot be trained
+def choose_backend(args, device):  # -> backend, suite; refuses what cannot be trained
+    env_id, backend = args.env_id, args.backend
     try:
         envpool = importlib.import_module("envpool")
         known, hint = envpool.list_all_envs(), ""
@@ -139,7 +135,6 @@ def choose_backend(env_id, backend):  # -> backend, suite; refuses what cannot b
 class VecEnv:
     """One contract for all backends: obs, reward, terminated, truncated, final_obs = step(action in [-1, 1])
     Where an episode ended, final_obs is its last observation and obs the next one's first; elsewhere they are equal.
-    The actor sees the first `actor_dim` columns, the critic those from `critic_start` on (privileged ones, or all).
     A non-finite step restarts its env, counts in `nonfinite` and clears `valid`, so that nobody trains on it."""
 
     def __init__(self, backend, env_id, num_envs, seed, device, threads=1, resets=None, stagger=0, **kwargs):
@@ -152,17 +147,17 @@ class VecEnv:
         self.space = space = self.env.single_action_space
         low, high = (np.nan_to_num(x.reshape(-1), posinf=1, neginf=-1) for x in (space.low, space.high))
         self.centre, self.halfwidth, self.action_dim = (high + low) / 2, (high - low) / 2, len(low)
-        self.nonfinite, self.finished = 0, []  # finished: [env, return, length, success] of each ended episode
-        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs)
+        self.nonfinite, self.finished, self.index = 0, [], np.arange(num_envs)  # finished: `stats` at their ends
         self.resets = np.zeros(num_envs, np.int64)  # a resumed run repeats them, and so gets the same random streams
+        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs)
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
         while resets is not None and len(resets) == num_envs and (behind := self.resets < resets).any():
             self.obs[behind] = self.reset_where(behind)
         length = (self.env.config if backend == "envpool" else vars(self.env.spec))["max_episode_steps"] or 0
-        phase = stagger * (length > 0) * (1 + np.arange(num_envs) * (length // max(stagger, 1)) // num_envs)
+        phase = stagger * (length > 0) * (1 + self.index * (length // max(stagger, 1)) // num_envs)
         self.limit = np.where(phase > 0, phase, np.inf)  # first episodes end apart, or all envs would stay in step
 
-    def flatten(self, obs):  # array or dict of arrays -> (E, O), privileged observations last
+    def flatten(self, obs):  # -> (E, O): the actor sees the columns up to actor_dim, the critic from critic_start on
         parts = {k: v.reshape(len(v), -1) for k, v in (obs if isinstance(obs, dict) else {"state": obs}).items()}
         privileged = [parts.pop("privileged_state")] if "privileged_state" in parts else []
         self.actor_dim = sum(p.shape[1] for p in parts.values())
@@ -187,6 +182,9 @@ class VecEnv:
         self.obs = self.reset_where(np.ones(self.num_envs, bool))
         return self.tensor(self.obs)
 
+    def stats(self, success=math.nan):  # of the episodes under way -> (E, 4): env, then METRICS
+        return np.stack([self.index, self.episode_return, self.episode_length, self.index * 0 + success], 1)
+
     def tensor(self, x):  # on a CPU it shares the array's memory: every step makes new ones
         return torch.from_numpy(x).to(self.device)
 
@@ -203,9 +201,7 @@ class VecEnv:
         truncated = truncated | bad | (self.episode_length >= self.limit)
         self.obs, ended, self.valid = obs.copy(), terminated | truncated, self.tensor(~bad)
         if ended.any():
-            success = info.get("success", info.get("is_success", np.full(self.num_envs, np.nan)))
-            stats = np.stack([np.arange(self.num_envs), self.episode_return, self.episode_length, success], 1)
-            self.finished += stats[whole].tolist()
+            self.finished.append(self.stats(info.get("success", info.get("is_success", math.nan)))[whole])
             self.obs[ended], self.limit[ended] = self.reset_where(ended), np.inf
         return tuple(self.tensor(x) for x in (self.obs, reward, terminated, truncated, obs))
 
@@ -248,37 +244,6 @@ def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
 
 
 # --- end shared ---
-class DiffusionPolicy(nn.Module):  # predicts the control u(x, s, k) of denoising step k; see sample_chain
-    def __init__(self, obs_dim, actor_dim, action_dim, hidden, num_steps, eta):
-        super().__init__()
-        self.actor_dim, self.action_dim, self.num_steps, self.eta = actor_dim, action_dim, num_steps, eta
-        self.normaliser = Normaliser(obs_dim)
-        angles = torch.arange(num_steps)[:, None] * torch.exp(torch.arange(16) * -math.log(10_000) / 16)
-        self.register_buffer("time_features", torch.cat([angles.sin(), angles.cos()], 1), persistent=False)  # (N, 32)
-        self.register_buffer("sizes", torch.tensor(step_sizes(num_steps)), persistent=False)  # (N,)
-        self.time_mlp = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-        self.first = nn.Linear(actor_dim + action_dim + 32, hidden)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2))
-        self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, action_dim))
-        nn.init.zeros_(self.out[1].weight)
-        nn.init.zeros_(self.out[1].bias)
-
-    def noise(self, batch, rng):
-        return torch.randn(self.num_steps + 1, batch, self.action_dim, generator=rng, device=rng.device)
-
-    def embed(self, obs):
-        """First layer, split by columns: state and time parts (N, B, H), once per chain, and the weights of x."""
-        weight_obs, weight_x, weight_time = self.first.weight.split([self.actor_dim, self.action_dim, 32], 1)
-        state = F.linear(obs[:, : self.actor_dim], weight_obs, self.first.bias)
-        return F.linear(self.time_mlp(self.time_features), weight_time)[:, None] + state, weight_x.t()
-
-    def control(self, embedded, weight_x, x):
-        z = F.gelu(embedded + x @ weight_x)
-        for block in self.blocks:
-            z = z + F.gelu(block(z))
-        return self.out(z)
-
-
 # --- shared: critic ---
 class Critic(nn.Module):  # REPPO's: Q(s, a) as a distribution over bins, and a predictor of the next step's features
     def __init__(self, critic_start, obs_dim, action_dim, H, num_bins, vmin, vmax, hl_sigma):
@@ -316,6 +281,37 @@ def critic_loss(critic, obs, action, target, next_features, weight, aux_coef):
 
 
 # --- end shared ---
+class DiffusionPolicy(nn.Module):  # predicts the control u(x, s, k) of denoising step k; see sample_chain
+    def __init__(self, obs_dim, actor_dim, action_dim, hidden, num_steps, eta):
+        super().__init__()
+        self.actor_dim, self.action_dim, self.num_steps, self.eta = actor_dim, action_dim, num_steps, eta
+        self.normaliser = Normaliser(obs_dim)
+        angles = torch.arange(num_steps)[:, None] * torch.exp(torch.arange(16) * -math.log(10_000) / 16)
+        self.register_buffer("time_features", torch.cat([angles.sin(), angles.cos()], 1), persistent=False)  # (N, 32)
+        self.register_buffer("sizes", torch.tensor(step_sizes(num_steps)), persistent=False)  # (N,)
+        self.time_mlp = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+        self.first = nn.Linear(actor_dim + action_dim + 32, hidden)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2))
+        self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, action_dim))
+        nn.init.zeros_(self.out[1].weight)
+        nn.init.zeros_(self.out[1].bias)
+
+    def noise(self, batch, rng):
+        return torch.randn(self.num_steps + 1, batch, self.action_dim, generator=rng, device=rng.device)
+
+    def embed(self, obs):
+        """First layer, split by columns: state and time parts (N, B, H), once per chain, and the weights of x."""
+        weight_obs, weight_x, weight_time = self.first.weight.split([self.actor_dim, self.action_dim, 32], 1)
+        state = F.linear(obs[:, : self.actor_dim], weight_obs, self.first.bias)
+        return F.linear(self.time_mlp(self.time_features), weight_time)[:, None] + state, weight_x.t()
+
+    def control(self, embedded, weight_x, x):
+        z = F.gelu(embedded + x @ weight_x)
+        for block in self.blocks:
+            z = z + F.gelu(block(z))
+        return self.out(z)
+
+
 class Agent(nn.Module):  # all that training changes, in one state_dict
     def __init__(self, envs, args):
         super().__init__()
@@ -385,7 +381,8 @@ def actor_loss(agent, obs, latents, controls, noise, weight, args, sparse):
 def dual_loss(agent, run, weight, kl, kl_weight, args):
     """Eq. (21): alpha grows while `run` is above its target (too little entropy); Eq. (22): lambda while the KL is."""
     gap = ((args.entropy_target * agent.policy.action_dim - run) * weight).sum()
-    return agent.log_alpha.exp() * gap - agent.log_lambda.exp() * ((kl - args.kl_bound) * kl_weight).sum()
+    excess = ((kl - args.kl_bound) * kl_weight).sum() * (args.trust_region != "none")
+    return agent.log_alpha.exp() * gap - agent.log_lambda.exp() * excess
 
 
 @torch.no_grad()
@@ -476,41 +473,44 @@ def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
     return action.view(len(best), K, -1).take_along_dim(best[:, :, None], 1)[:, 0]
 
 
-# --- shared: evaluation ---
+# --- shared: evaluation and run ---
+def stop(sentence, code=2):
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(code)
+
+
 @torch.no_grad()
-def evaluate(agent, envs, sampler, args, watch=lambda: None):  # first episodes -> return, length, success (3, E)
+def evaluate(agent, envs, sampler, args, watch=lambda: None):  # first episode of each env -> METRICS (3, E)
     rng, obs, first = torch.Generator(envs.device).manual_seed(args.seed), envs.reset(), {}
     while len(first) < envs.num_envs and envs.episode_length.max() < 10_000:  # or an env without end would run for ever
         watch()
         obs, *_ = envs.step(act(agent, agent.policy.normaliser(obs), sampler, args, rng))
-        first = {env: episode for env, *episode in envs.finished[::-1]} if envs.finished else first
-    envs.finished.clear()
-    running = np.stack([envs.episode_return, envs.episode_length, np.full(envs.num_envs, np.nan)], 1)
-    return np.array([first.get(i, now) for i, now in enumerate(running)]).T
+        while envs.finished:
+            first = {i: episode for i, *episode in envs.finished.pop(0).tolist() if i >= 0} | first
+    return np.array([first.get(env, episode) for env, *episode in envs.stats().tolist()]).T
 
 
 def report(agent, make_envs, args, run_dir, device):  # all samplers on the same seeds, and the video
     table, name = {}, f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
     print(f"\n{args.eval_episodes} episodes each{'return':>14}{'std':>9}{'min':>9}{'max':>9}")
     for sampler in SAMPLERS:
-        x, lengths, success = evaluate(agent, make_envs(), sampler, args)
-        print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}")
-        table[sampler] = dict(mean=x.mean(), std=x.std(), length=lengths.mean(), returns=x.tolist())
-        table[sampler]["success"] = None if np.isnan(success).any() else success.mean()
+        x, *others = evaluate(agent, make_envs(), sampler, args)
+        means = {k: None if np.isnan(v).any() else v.mean() for k, v in zip(METRICS[1:], others, strict=True)}
+        table[sampler] = dict(mean=x.mean(), std=x.std(), returns=x.tolist()) | means
+        success = "".join(f"   {k} {v:.2f}" for k, v in means.items() if v is not None and "success" in k)
+        print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}{success}")
     (run_dir / name).write_text(json.dumps(table, indent=1))
     try:
-        if args.capture_video:  # by Gymnasium: EnvPool's renderer aborts the whole process where there is no OpenGL
-            envs, frames = VecEnv("gymnasium", args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
+        if args.capture_video:
+            envs, frames = VecEnv(RENDERER, args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
             evaluate(agent, envs, args.eval_sampler, args, lambda: frames.append(np.uint8(envs.env.render()[0])))
-            first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:1000:4])
+            first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:: len(frames) // 250 + 1])
             first.save(run_dir / "video.gif", save_all=True, append_images=others, duration=50, loop=0)
     except Exception as e:  # a video must not cost the user a finished run
-        print(f"no video: Gymnasium, which draws them, cannot render {args.env_id} here: {e}")
+        print(f"no video: {RENDERER}, which draws them, cannot render {args.env_id} here: {e}")
     print(f"saved in {run_dir}: {', '.join(sorted(p.name for p in run_dir.iterdir()))}")
 
 
-# --- end shared ---
-# --- shared: run ---
 def parse(argv):  # -> args, checkpoint or None; --resume and --evaluate start from the checkpoint's settings
     args = tyro.cli(Args, args=argv, description=__doc__)
     if not (given := args.resume or args.evaluate):
@@ -523,7 +523,7 @@ def parse(argv):  # -> args, checkpoint or None; --resume and --evaluate start f
         stop(f"{path} is missing, damaged or not a checkpoint of ours ({type(e).__name__})")
     if script != SCRIPT or set(before) != set(vars(args)):
         stop(f"{path} was written by {script}.py or by another version of this script")
-    fresh = dict(resume=None, evaluate=None, bench=0, track=False, capture_video=False, device="auto", compile=False)
+    fresh = dict(resume=None, evaluate=None, track=False, capture_video=False, device="auto", compile=False)
     args = tyro.cli(Args, args=argv, default=Args(**before | fresh))
     for k, v in vars(args).items():
         if v != before[k] and k not in {*fresh, "total_timesteps", "torch_threads"} and not k.startswith("eval_"):
@@ -536,7 +536,8 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         self.path, self.args, self.total, self.last = run_dir / "metrics.csv", args, total, {}
         git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
         about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
-        about |= {module.__name__: module.__version__ for module in (torch, np, gym)}
+        installed = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+        about |= {k: installed[k] for k in "torch numpy gymnasium envpool mujoco mani-skill".split() if k in installed}
         try:
             wandb = importlib.import_module("wandb") if args.track else None
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -558,8 +559,7 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
             f.write(",".join(str(known.get(k, "")) for k in row) + "\n")
         if self.wandb:
             self.wandb.log(known, step=row["global_step"])
-        self.last |= known
-        step, speed = row["global_step"], row["charts/sps"]
+        self.last, step, speed = self.last | known, row["global_step"], row["charts/sps"]
         width = os.get_terminal_size().columns - 1 if sys.stdout.isatty() else 0
         if width or "eval/return" in known:
             last = [self.last.get(key, math.nan) for key in ("charts/episode_return", "eval/return")]
@@ -581,14 +581,15 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
 def resolve(args, suite, device):  # fill in what was left open, say what and why, refuse what cannot work
     sizes = dict(zip(SIZE_NAMES, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
     print(f"{args.env_id} by {args.backend}, {args.torch_threads} CPU thread(s); settings not given by flag:")
-    for reason, table in ((f"suite {suite}", SUITES[suite]), (f"device {device}", sizes)):
+    for reason, table in ((suite, SUITES[suite]), (f"device {device}", sizes)):
         chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
         args = dataclasses.replace(args, **chosen)
         print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
     free = "seed bench anneal vmin vmax gamma td_lambda gae_lambda aux_coef entropy_coef entropy_target".split()
     low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
-    if low or getattr(args, "vmin", 0) >= getattr(args, "vmax", 1) or getattr(args, "num_bins", 2) < 2:
-        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, and num_bins at least 2")
+    wrong = getattr(args, "vmin", 0) >= getattr(args, "vmax", 1) or getattr(args, "num_bins", 2) < 2
+    if low or wrong or getattr(args, "anneal", 0) > 1:
+        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, num_bins above 1, anneal at most 1")
     if (batch := args.num_envs * args.num_steps) % args.num_minibatches or args.total_timesteps < batch:
         stop(f"num_envs * num_steps = {batch} must be a multiple of num_minibatches and at most total_timesteps")
     return args
@@ -600,7 +601,7 @@ def main(argv=None):
     if device.type == "cuda" and not torch.cuda.is_available():
         stop(f"--device {args.device}: torch sees no CUDA device here")
     torch.set_num_threads(args.torch_threads)
-    args.backend, suite = choose_backend(args.env_id, args.backend)
+    args.backend, suite = choose_backend(args, device)
     args = resolve(args, suite, device)
     name = f"{re.sub('[^A-Za-z0-9.-]', '_', args.env_id)}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{name}")
@@ -639,7 +640,7 @@ def main(argv=None):
     def save(filename):  # written beside and moved into place: a kill at any moment leaves the old file or the new one
         state = dict(script=SCRIPT, args=vars(args), agent=agent.state_dict(), rng=rng.get_state(), step=step)
         state |= dict(optimisers=[o.state_dict() for o in optimisers], best=best, elapsed=elapsed)
-        state |= dict(nonfinite=envs.nonfinite, resets=[envs.resets.tolist(), eval_envs.resets.tolist()])
+        state |= dict(nonfinite=int(envs.nonfinite), resets=[envs.resets.tolist(), eval_envs.resets.tolist()])
         torch.save(state, run_dir / f"{filename}.tmp")
         os.replace(run_dir / f"{filename}.tmp", run_dir / filename)
 
@@ -661,17 +662,16 @@ def main(argv=None):
         metrics["finite"] = torch.stack([p.isfinite().all() for p in agent.parameters()]).all()
         metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # the only transfer
         lap([*seconds][-1])  # a GPU's remaining work belongs to the last phase
-        step, names = step + batch, ("return", "length", "success")
+        step, episodes = step + batch, [e for block in envs.finished for i, *e in block.tolist() if i >= 0]
+        envs.finished.clear()
         if not metrics.pop("finite"):
             stop(f"non-finite parameters after step {step}; the last good checkpoint is {run_dir / 'checkpoint.pt'}", 1)
-        episodes = np.array(envs.finished).mean(0)[1:] if envs.finished else [None] * 3
-        envs.finished.clear()
         row = {"global_step": step, "time/elapsed": 0.0, "charts/sps": batch / sum(seconds.values())}
-        row |= {f"charts/episode_{k}": v for k, v in zip(names, episodes, strict=True)}
-        row |= {"charts/nonfinite": envs.nonfinite} | {f"eval/{k}": None for k in names} | metrics
+        row |= {f"charts/episode_{k}": np.mean([e[i] for e in episodes] or np.nan) for i, k in enumerate(METRICS)}
+        row |= {"charts/nonfinite": int(envs.nonfinite)} | {f"eval/{k}": None for k in METRICS} | metrics
         if iteration in grid:
             means = evaluate(agent, eval_envs, args.eval_sampler, args).mean(1).tolist()
-            row |= {f"eval/{k}": v for k, v in zip(names, means, strict=True)}
+            row |= {f"eval/{k}": v for k, v in zip(METRICS, means, strict=True)}
         lap("eval")
         row |= {f"time/{k}": v for k, v in seconds.items()}
         row["time/elapsed"] = elapsed = elapsed + sum(seconds.values())
