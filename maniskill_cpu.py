@@ -21,6 +21,7 @@ import sys
 import time
 from functools import cached_property, partial, partialmethod
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import gymnasium as gym
 import mani_skill.envs.sapien_env as sapien_env
@@ -58,7 +59,7 @@ def install():
 
 
 def make(env_id, num_envs, *, ignore_terminations=False, **kwargs):
-    """A ManiSkillVectorEnv: same-step autoreset, info["final_observation"], info["final_info"]["episode"]."""
+    """`num_envs` environments with state observations; PlugCharger-v1 has reward_mode="sparse" only."""
     kwargs = dict(reward_mode="normalized_dense", control_mode="pd_joint_delta_pos") | STATE_ONLY | kwargs
     if sentence := refusal():
         print(f"{sentence} Falling back to separate environments, which are slower.")
@@ -67,9 +68,20 @@ def make(env_id, num_envs, *, ignore_terminations=False, **kwargs):
     else:
         install()
         env = flatten_actions(gym.make(env_id, num_envs=num_envs, sim_backend=BACKEND, **kwargs))
-    envs = ManiSkillVectorEnv(env, ignore_terminations=ignore_terminations, record_metrics=True)
+    envs = VectorEnv(env, ignore_terminations=ignore_terminations, record_metrics=True)
     envs.max_episode_steps = kwargs.get("max_episode_steps", gym.spec(env_id).max_episode_steps)  # envs.spec has None
     return envs
+
+
+class VectorEnv(ManiSkillVectorEnv):
+    """Same-step autoreset, info["final_observation"] and info["final_info"]["episode"] as in ManiSkill."""
+
+    def reset(self, *, seed=None, options=None):
+        if (
+            seed is not None and np.ndim(seed) == 0
+        ):  # ManiSkill's way makes env 0's episode k + 1 start like env k's first one
+            seed = np.random.SeedSequence(seed).generate_state(self.num_envs).tolist()
+        return super().reset(seed=seed, options=options)
 
 
 def flatten_actions(env):  # two robots have a dict of actions
@@ -128,36 +140,18 @@ class Buffer:
     def fill(self, rows, values):
         self.array[rows] = self.exchanged[rows] = values
 
-    def take_changed(self, columns=slice(None), among=slice(None)):
+    def take_changed(self, among=slice(None)):
         """Rows that ManiSkill wrote since; applying only these keeps a partial reset out of the other scenes."""
-        new, old = self.array[among, columns], self.exchanged[among, columns]
-        changed = np.flatnonzero((new != old).any(1))
-        self.exchanged[among, columns] = new
-        return changed.tolist()
-
-
-class ContactQuery:
-    def __init__(self, pairs):
-        self.cuda_impulses = Buffer(len(pairs), 3)
-        pairs = [(a._physx_pointer, b._physx_pointer) for a, b in pairs]
-        self.rows = {(b, a): (i, -1) for i, (a, b) in enumerate(pairs)}  # PhysX reports a pair in either order
-        self.rows |= {pair: (i, 1) for i, pair in enumerate(pairs)}
+        changed = (self.array[among] != self.exchanged[among]).any(1)
+        self.exchanged[among] = self.array[among]
+        return np.flatnonzero(changed).tolist()
 
 
 class BatchedSystem:
     """What ManiSkill uses of PhysxGpuSystem, under the same names, on top of several PhysxCpuSystems."""
 
     def __init__(self, systems):
-        self.systems, self.pending, self.contacts = systems, 0, None
-
-    @property
-    def timestep(self):
-        return self.systems[0].timestep
-
-    @timestep.setter
-    def timestep(self, value):
-        for system in self.systems:
-            system.timestep = value
+        self.systems, self.timestep, self.pending, self.contacts = systems, systems[0].timestep, 0, None
 
     def step(self):
         self.pending += 1  # until data is exchanged, so that each scene takes all its substeps while in the CPU's cache
@@ -237,7 +231,10 @@ class BatchedSystem:
         self.stale[rows] = False
 
     def gpu_create_contact_pair_impulse_query(self, pairs):
-        return ContactQuery(pairs)
+        rows = {}  # PhysX reports two bodies in either order
+        for i, (a, b) in enumerate([(a._physx_pointer, b._physx_pointer) for a, b in pairs]):
+            rows[a, b], rows[b, a] = (i, 1), (i, -1)
+        return SimpleNamespace(cuda_impulses=Buffer(len(pairs), 3), rows=rows)
 
     def gpu_query_contact_pair_impulses(self, query):
         self.run()
@@ -255,24 +252,21 @@ class BatchedSystem:
 
     def gpu_apply_rigid_dynamic_data(self):
         self.run()
-        for i in self.cuda_rigid_body_data.take_changed(among=slice(len(self.bodies))):
+        for i in self.cuda_rigid_body_data.take_changed(slice(len(self.bodies))):
             body, row = self.bodies[i], self.cuda_rigid_body_data.array[i]
             body.entity.pose = sapien.Pose(row[:3], row[3:7])
             if not body.kinematic:
                 body.linear_velocity, body.angular_velocity = row[7:10], row[10:]
 
-    def gpu_apply_articulation_root_pose(self):
+    def apply_roots(self):
         self.run()
-        for i in self.cuda_rigid_body_data.take_changed(slice(0, 7), self.root_rows):
-            row = self.cuda_rigid_body_data.array[self.root_rows[i]]
-            self.articulations[i].set_root_pose(sapien.Pose(row[:3], row[3:7]))
+        for i in self.cuda_rigid_body_data.take_changed(self.root_rows):
+            articulation, row = self.articulations[i], self.cuda_rigid_body_data.array[self.root_rows[i]]
+            articulation.set_root_pose(sapien.Pose(row[:3], row[3:7]))
+            articulation.set_root_linear_velocity(row[7:10])
+            articulation.set_root_angular_velocity(row[10:])
 
-    def gpu_apply_articulation_root_velocity(self):
-        self.run()
-        for i in self.cuda_rigid_body_data.take_changed(slice(7, 13), self.root_rows):
-            row = self.cuda_rigid_body_data.array[self.root_rows[i]]
-            self.articulations[i].set_root_linear_velocity(row[7:10])
-            self.articulations[i].set_root_angular_velocity(row[10:])
+    gpu_apply_articulation_root_pose = gpu_apply_articulation_root_velocity = apply_roots
 
     def apply_joints(self, name):
         self.run()
@@ -286,8 +280,10 @@ class BatchedSystem:
 
     def apply_targets(self, name):  # changed or not: it keeps robots awake, as in ManiSkill's single environment
         self.run()
-        targets = getattr(self, f"cuda_articulation_{name}").array[self.has_joint].tolist()
-        for set_target, target in zip(self.target_setters[name], targets, strict=True):
+        targets = getattr(self, f"cuda_articulation_{name}").array[self.has_joint]
+        if not np.isfinite(targets).all():  # ManiSkill checks the actions of a single environment only
+            raise ValueError("Actions must be finite.")
+        for set_target, target in zip(self.target_setters[name], targets.tolist(), strict=True):
             set_target(target)
 
     gpu_apply_articulation_target_position = partialmethod(apply_targets, "target_qpos")
@@ -295,11 +291,6 @@ class BatchedSystem:
 
     def gpu_update_articulation_kinematics(self):
         pass  # CPU scenes do it whenever joints are set
-
-
-class BatchedDevice:
-    def is_cuda(self):  # what ManiSkill asks to choose its batched code
-        return True
 
 
 class BatchedScene(ManiSkillScene):
@@ -339,27 +330,27 @@ def add_backend():
         if render_backend != "none":
             raise ValueError(f'sim_backend="{BACKEND}" cannot render: pass render_backend="none".')
         info = parse("physx_cpu", "none")
-        info.sim_device, info.sim_backend = BatchedDevice(), BACKEND
+        info.sim_device, info.sim_backend = SimpleNamespace(is_cuda=lambda: True), BACKEND  # takes the batched code
         return info
 
     def _setup_scene(self):
         if self.backend.sim_backend != BACKEND:
             return setup_scene(self)
         self._set_scene_config()
-        scenes = [sapien.Scene([sapien.physx.PhysxCpuSystem()]) for _ in range(self.num_envs)]
+        systems = [sapien.physx.PhysxCpuSystem() for _ in range(self.num_envs)]
+        for system in systems:
+            system.timestep = 1 / self._sim_freq
+        scenes = [sapien.Scene([system]) for system in systems]
         self.scene = BatchedScene(scenes, sim_config=self.sim_config, device=self.device, backend=self.backend)
-        self.scene.px.timestep = 1 / self._sim_freq
         self._enhanced_determinism = True  # every reset takes the episode's seed from the environment's own stream
         self._initialize_episode = partial(initialize_one_by_one, self)
 
-    def batched(struct):
-        return isinstance(struct.px, BatchedSystem)
+    def choose(ours, theirs):  # bodies in CPU scenes do not know their rows
+        return lambda struct: ours(struct.px, struct) if isinstance(struct.px, BatchedSystem) else theirs(struct)
 
-    Body._body_data_index = property(lambda s: s.px.body_index(s) if batched(s) else body_index(s))
-    Body._body_data = property(lambda s: s.px.cuda_rigid_body_data.torch())
-    Articulation._data_index = cached_property(
-        lambda s: s.px.articulation_index(s) if batched(s) else articulation_index(s)
-    )
+    Body._body_data_index = property(choose(BatchedSystem.body_index, body_index))
+    Body._body_data = property(lambda struct: struct.px.cuda_rigid_body_data.torch())
+    Articulation._data_index = cached_property(choose(BatchedSystem.articulation_index, articulation_index))
     Articulation._data_index.__set_name__(Articulation, "_data_index")
     sapien_env.parse_sim_and_render_backend = parse_sim_and_render_backend
     sapien_env.BaseEnv._setup_scene = _setup_scene
@@ -390,22 +381,18 @@ class SeparateEnvs(gym.Env):
         for name in ("observation_space", "action_space", "single_observation_space", "single_action_space"):
             setattr(self, name, getattr(self.envs, name))
 
-    @property
-    def elapsed_steps(self):
-        return self.info["elapsed_steps"]
-
     def to_torch(self, obs, info, mask):  # mask: the environments that `info` tells about
         for name in info.keys() - {"reconfigure"} - {n for n in info if n.startswith("_")}:
             new = torch.from_numpy(np.stack(list(info[name][mask])))
+            new = new if new.dtype == torch.bool else new.float() if new.is_floating_point() else new.int()
             self.info[name] = self.info[name].clone() if name in self.info else new.clone()
             self.info[name][torch.from_numpy(mask)] = new
+        self.elapsed_steps = self.info["elapsed_steps"]
         return torch.from_numpy(obs.copy()), dict(self.info)
 
     def reset(self, *, seed=None, options=None):
         options, mask = dict(options or {}), np.zeros(self.num_envs, bool)
         mask[options.pop("env_idx", slice(None))] = True
-        if seed is not None and not np.iterable(seed):  # spread over the environments as ManiSkill does it
-            seed = [seed, *np.random.RandomState(seed).randint(2**31, size=self.num_envs - 1).tolist()]  # noqa: NPY002
         return self.to_torch(*self.envs.reset(seed=seed, options=options | dict(reset_mask=mask)), mask)
 
     def step(self, action):
