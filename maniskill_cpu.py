@@ -74,12 +74,12 @@ def make(env_id, num_envs, *, ignore_terminations=False, **kwargs):
 
 
 class VectorEnv(ManiSkillVectorEnv):
-    """Same-step autoreset, info["final_observation"] and info["final_info"]["episode"] as in ManiSkill."""
+    """As in ManiSkill: same-step autoreset, info["final_observation"], info["final_info"]["episode"].
+    PhysX remembers contacts: to repeat a run to the bit in used scenes, reset(seed, options={"reconfigure": True})
+    """
 
     def reset(self, *, seed=None, options=None):
-        if (
-            seed is not None and np.ndim(seed) == 0
-        ):  # ManiSkill's way makes env 0's episode k + 1 start like env k's first one
+        if seed is not None and np.ndim(seed) == 0:  # else ManiSkill starts env 0's episode k + 1 like env k's first
             seed = np.random.SeedSequence(seed).generate_state(self.num_envs).tolist()
         return super().reset(seed=seed, options=options)
 
