@@ -58,16 +58,20 @@ def install():
         add_backend()
 
 
-def make(env_id, num_envs, *, ignore_terminations=False, **kwargs):
-    """`num_envs` environments with state observations; PlugCharger-v1 has reward_mode="sparse" only."""
+def make_env(env_id, num_envs, **kwargs):
+    """Like gym.make on a GPU: a batch of environments with state observations, without autoreset."""
     kwargs = dict(reward_mode="normalized_dense", control_mode="pd_joint_delta_pos") | STATE_ONLY | kwargs
     if sentence := refusal():
         print(f"{sentence} Falling back to separate environments, which are slower.")
         do_without_renderer()
-        env = SeparateEnvs(env_id, num_envs, **kwargs)
-    else:
-        install()
-        env = flatten_actions(gym.make(env_id, num_envs=num_envs, sim_backend=BACKEND, **kwargs))
+        return SeparateEnvs(env_id, num_envs, **kwargs)
+    install()
+    return flatten_actions(gym.make(env_id, num_envs=num_envs, sim_backend=BACKEND, **kwargs))
+
+
+def make(env_id, num_envs, *, ignore_terminations=False, **kwargs):
+    """The same with autoreset; PlugCharger-v1 has reward_mode="sparse" only."""
+    env = make_env(env_id, num_envs, **kwargs)
     envs = VectorEnv(env, ignore_terminations=ignore_terminations, record_metrics=True)
     envs.max_episode_steps = kwargs.get("max_episode_steps", gym.spec(env_id).max_episode_steps)  # envs.spec has None
     return envs

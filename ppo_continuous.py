@@ -178,8 +178,7 @@ class VecEnv:
         bad = ~(np.isfinite(obs).all(1) & np.isfinite(reward))
         self.nonfinite += int(bad.sum())
         obs[bad], reward[bad] = self.obs[bad], 0
-        self.episode_return += reward
-        self.episode_length += 1
+        self.episode_return, self.episode_length = self.episode_return + reward, self.episode_length + 1
         terminated, whole = terminated & ~bad, (terminated | truncated) & ~bad  # whole: it ended by itself
         truncated = truncated | bad | (self.episode_length >= self.limit)
         self.obs, ended, self.valid = obs.copy(), terminated | truncated, self.tensor(~bad)
@@ -227,6 +226,7 @@ def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
 
 
 # --- end shared ---
+# --- shared: PPO ---
 def mlp(inputs, hidden, outputs, gain):  # three layers; orthogonal weights, the last of a given gain
     sizes, layers = [inputs, hidden, hidden, hidden, outputs], []
     for i, o in zip(sizes[:-1], sizes[1:], strict=True):
@@ -370,6 +370,7 @@ def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
     return agent.policy(obs) + spread * agent.policy.noise(len(obs), rng)
 
 
+# --- end shared ---
 # --- shared: evaluation and run ---
 def stop(sentence, code=2):
     print(f"error: {sentence}", file=sys.stderr)
@@ -433,7 +434,7 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         self.path, self.args, self.total, self.last = run_dir / "metrics.csv", args, total, {}
         git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
         about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
-        installed = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+        installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
         about |= {k: installed[k] for k in "torch numpy gymnasium envpool mujoco mani-skill".split() if k in installed}
         try:
             wandb = importlib.import_module("wandb") if args.track else None

@@ -195,8 +195,7 @@ class VecEnv:
         bad = ~(np.isfinite(obs).all(1) & np.isfinite(reward))
         self.nonfinite += int(bad.sum())
         obs[bad], reward[bad] = self.obs[bad], 0
-        self.episode_return += reward
-        self.episode_length += 1
+        self.episode_return, self.episode_length = self.episode_return + reward, self.episode_length + 1
         terminated, whole = terminated & ~bad, (terminated | truncated) & ~bad  # whole: it ended by itself
         truncated = truncated | bad | (self.episode_length >= self.limit)
         self.obs, ended, self.valid = obs.copy(), terminated | truncated, self.tensor(~bad)
@@ -281,6 +280,7 @@ def critic_loss(critic, obs, action, target, next_features, weight, aux_coef):
 
 
 # --- end shared ---
+# --- shared: TruDi ---
 class DiffusionPolicy(nn.Module):  # predicts the control u(x, s, k) of denoising step k; see sample_chain
     def __init__(self, obs_dim, actor_dim, action_dim, hidden, num_steps, eta):
         super().__init__()
@@ -335,8 +335,7 @@ def step_sizes(N):  # cosine schedule from the prior (k = 0) to the action; e_k 
 def sample_chain(policy, obs, noise):
     """Denoise from the prior, Eq. (5), (7); bound the entropy of the result from below, Eq. (12). noise (N+1, B, A)
     -> action (B, A), run (B,), bound (B,), latents x_0..x_{N-1} and controls, (B, N, A) each"""
-    A, h, sizes = policy.action_dim, policy.eta**-2, step_sizes(policy.num_steps)
-    e = policy.sizes[:, None, None]  # (N, 1, 1)
+    A, h, e, sizes = policy.action_dim, policy.eta**-2, policy.sizes[:, None, None], step_sizes(policy.num_steps)
     embedded, weight_x, pushes = *policy.embed(obs), noise[1:] * (2 * e).sqrt()
     x, latents, controls = policy.eta * noise[0], [], []
     for size, z, push in zip(sizes, embedded.unbind(), pushes, strict=True):  # unbind: its gradient is one stack
@@ -473,6 +472,7 @@ def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
     return action.view(len(best), K, -1).take_along_dim(best[:, :, None], 1)[:, 0]
 
 
+# --- end shared ---
 # --- shared: evaluation and run ---
 def stop(sentence, code=2):
     print(f"error: {sentence}", file=sys.stderr)
@@ -536,7 +536,7 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         self.path, self.args, self.total, self.last = run_dir / "metrics.csv", args, total, {}
         git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
         about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
-        installed = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+        installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
         about |= {k: installed[k] for k in "torch numpy gymnasium envpool mujoco mani-skill".split() if k in installed}
         try:
             wandb = importlib.import_module("wandb") if args.track else None
