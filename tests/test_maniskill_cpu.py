@@ -152,6 +152,7 @@ def test_equals_the_official_simulation(task):
     check(envs.reset(seed=[5, 6], options=NEW_SCENES)[0])
     for t, action in enumerate(torch.stack([e[1] for e in episodes], 1), 1):
         obs, *step, info = envs.step(action)
+        assert obs.dtype == step[0].dtype == torch.float32
         if t == STEPS:  # autoreset
             check(info["final_observation"], *step, info["final_info"])
             check(obs)
