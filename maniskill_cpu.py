@@ -87,6 +87,10 @@ class VectorEnv(ManiSkillVectorEnv):
             seed = np.random.SeedSequence(seed).generate_state(self.num_envs).tolist()
         return super().reset(seed=seed, options=options)
 
+    def step(self, actions):
+        obs, reward, *rest = super().step(actions)
+        return obs, reward.float(), *rest  # PlugCharger's are booleans
+
 
 def flatten_actions(env):  # two robots have a dict of actions
     return FlattenActionSpaceWrapper(env) if isinstance(env.action_space, gym.spaces.Dict) else env
@@ -304,6 +308,13 @@ class BatchedScene(ManiSkillScene):
 
     def create_actor_builder(self):  # on a GPU one ground plane serves all environments, here each needs its own
         return super().create_actor_builder().set_allow_overlapping_plane_collisions(True)
+
+    def _gpu_apply_all(self):  # but the targets, which no reset of a single environment sets either
+        self.px.gpu_apply_rigid_dynamic_data()
+        for name in ("qpos", "qvel", "qf"):
+            self.px.apply_joints(name)
+        self.px.apply_roots()
+        self._needs_fetch = True
 
     def _gpu_fetch_all(self):
         self.px.fetch()

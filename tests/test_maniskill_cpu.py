@@ -152,6 +152,7 @@ def test_equals_the_official_simulation(task):
     check(envs.reset(seed=[5, 6], options=NEW_SCENES)[0])
     for t, action in enumerate(torch.stack([e[1] for e in episodes], 1), 1):
         obs, *step, info = envs.step(action)
+        assert obs.dtype == step[0].dtype == torch.float32
         if t == STEPS:  # autoreset
             check(info["final_observation"], *step, info["final_info"])
             check(obs)
@@ -177,6 +178,11 @@ def rollout(envs, actions, reset_at=(), which=None):
     return torch.stack(shown)
 
 
+def task_tensors(envs):  # such as the first joint angles, which TwoRobotPickCube rewards keeping to
+    tensors = {k: v for k, v in vars(envs.unwrapped).items() if torch.is_tensor(v)}
+    return {k: v.clone() for k, v in tensors.items() if v.shape[:1] == (envs.num_envs,)}
+
+
 @pytest.mark.parametrize("task", ["StackCube", "TwoRobotPickCube", "RollBall", "PegInsertionSide"])
 def test_a_partial_reset_touches_only_its_own_rows(task):
     envs = make(task)
@@ -186,11 +192,12 @@ def test_a_partial_reset_touches_only_its_own_rows(task):
     envs.reset(seed=1, options=NEW_SCENES)
     rollout(envs, actions[:20])
     systems = envs.unwrapped.scene.px.systems
-    before, state = [s.pack() for s in systems], envs.unwrapped.get_state().clone()
+    before, state, own = [s.pack() for s in systems], envs.unwrapped.get_state().clone(), task_tensors(envs)
     envs.reset(options=dict(env_idx=torch.tensor([1])))
     after, new_state = [s.pack() for s in systems], envs.unwrapped.get_state()
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
     assert (state == new_state).all(1).tolist() == [True, False, True]
+    assert all(torch.equal(own[name][[0, 2]], new[[0, 2]]) for name, new in task_tensors(envs).items())
     envs.reset(seed=1, options=NEW_SCENES)
     parted = rollout(envs, actions, {20, 23}, [1])
     assert torch.equal(parted[:, [0, 2]], whole[:, [0, 2]]), "other environments went on differently"
@@ -208,7 +215,7 @@ def test_seeds_reproduce_and_envs_differ():
     assert torch.equal(runs[0], runs[1]), "same seed, other trajectory"
     starts = torch.cat([x[::8].flatten(0, 1) for x in (runs[0], runs[2])])  # first observations of episodes
     assert len(starts.unique(dim=0)) == len(starts) == 24, "two episodes started alike"
-    generator = torch.get_rng_state()
+    generator = torch.manual_seed(123).get_state()
     envs.reset()
     assert torch.equal(generator, torch.get_rng_state()), "a reset drew from the global generator"
     envs.close()
@@ -218,15 +225,30 @@ def test_every_environment_has_its_own_stream():
     """The k-th episode of an environment starts in the same way, whatever the others do."""
     envs = make("PickCube")
 
-    def starts(which, times):
-        return torch.stack([envs.reset(options=dict(env_idx=torch.tensor(which)))[0][which] for _ in range(times)])
+    def starts(which, times):  # robot and cube draw from different generators
+        resets = (envs.reset(options=dict(env_idx=torch.tensor(which))) for _ in range(times))
+        return torch.stack([torch.cat([obs[which], envs.unwrapped.cube.pose.p[which]], 1) for obs, _ in resets])
 
     envs.reset(seed=[1, 2, 3])
     together = starts([0, 1, 2], 3)
     envs.reset(seed=[1, 2, 3])
     apart = [starts([i], 3)[:, 0] for i in (2, 0, 1)]
     assert torch.equal(torch.stack([apart[1], apart[2], apart[0]], 1), together)
-    assert len(together.flatten(0, 1).unique(dim=0)) == 9
+    for part in (together[..., :7], together[..., -3:-1]):
+        assert len(part.flatten(0, 1).unique(dim=0)) == 9, "two episodes started alike"
+    envs.close()
+
+
+def test_every_environment_has_a_floor():
+    envs = make("PickCube")
+    envs.reset(seed=0)
+    cube, scene = envs.unwrapped.cube, envs.unwrapped.scene
+    cube.set_pose(sapien.Pose([2.0, 0, -0.8]))  # beside the table, 0.1 above the floor
+    scene._gpu_apply_all()
+    scene._gpu_fetch_all()
+    for action in torch.zeros(20, *envs.action_space.shape):
+        envs.step(action)
+    assert torch.allclose(cube.pose.p[:, 2], torch.tensor(0.02 - 0.9196), atol=1e-3)
     envs.close()
 
 
