@@ -20,9 +20,11 @@ ANCHOR = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L(\d+)\)")
 DIFF = re.compile(r"<!-- diff: (\S+) (\S+) -->\n(.*?)<!-- end diff -->", re.S)
 
 
-def own_functions(path):
-    """name -> source of the classes and functions that are the script's own, in the order of the file"""
-    text = re.sub(r"^# --- shared: .*?^# --- end shared ---\n", "", path.read_text(), flags=re.M | re.S)
+def own_functions(path, other):
+    """name -> source of the classes and functions that `other` does not share, in the order of the file"""
+    text = path.read_text()
+    for name in re.findall(r"^# --- shared: (.*) ---$", other.read_text(), re.M):
+        text = re.sub(rf"^# --- shared: {name} ---\n.*?^# --- end shared ---\n", "", text, flags=re.M | re.S)
     kinds = ast.FunctionDef | ast.ClassDef
     parts = {n.name: ast.get_source_segment(text, n) for n in ast.parse(text).body if isinstance(n, kinds)}
     return {k: v for k, v in parts.items() if k not in ("Args", "Agent")}
@@ -31,7 +33,8 @@ def own_functions(path):
 def diff(one, other):
     """unified, with the names that play the same part side by side"""
     same = {"GaussianPolicy": "DiffusionPolicy", "sample_action": "sample_chain", "gaussian_kl": "trajectory_kl"}
-    ours, theirs = own_functions(ROOT / other), {same.get(k, k): v for k, v in own_functions(ROOT / one).items()}
+    one, other = ROOT / one, ROOT / other
+    ours, theirs = own_functions(other, one), {same.get(k, k): v for k, v in own_functions(one, other).items()}
     lines = []
     for name in ours:
         lines += list(
