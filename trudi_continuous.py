@@ -235,9 +235,9 @@ def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
     """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode."""
     targets, following = [], value[-1]
-    for t in reversed(range(len(reward))):
-        trace = torch.where(cut[t], ~terminated[t] * value[t], td_lambda * following + (1 - td_lambda) * value[t])
-        following = reward[t] + gamma * trace
+    fixed = reward + gamma * torch.where(cut, ~terminated * value, (1 - td_lambda) * value)
+    for x, carry in zip(fixed.flip(0), (gamma * td_lambda * ~cut).flip(0), strict=True):
+        following = torch.addcmul(x, carry, following)
         targets.append(following)
     return torch.stack(targets[::-1])
 
