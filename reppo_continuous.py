@@ -85,7 +85,7 @@ class Args:
     compile: bool = False  # torch.compile the hot functions
 
 
-SUITES = {  # the paper's table; a CPU has few updates, so SIZES start alpha and lambda where they would end
+SUITES = {  # the paper's table; alpha_init is in SIZES
     "DMC": dict(gamma=0.99, vmin=0.0, vmax=150.0, normalise_reward=False),
     "humanoid": dict(gamma=0.97, vmin=-10.0, vmax=10.0, normalise_reward=False),
     "HumanoidBench": dict(gamma=0.99, vmin=-250.0, vmax=250.0, normalise_reward=False),
