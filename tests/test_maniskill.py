@@ -3,6 +3,7 @@ masks. A stand-in env with scripted successes and faults shows what each row mus
 
 import contextlib
 import csv
+import importlib
 import io
 import json
 import math
@@ -124,6 +125,15 @@ def test_contract_with_a_time_limit():
     assert returns == pytest.approx([*reward[:50].sum(0).tolist(), *reward[50:100].sum(0).tolist()], rel=1e-5)
 
 
+def test_contract_with_another_maniskill(monkeypatch, capsys):
+    """Where maniskill_cpu.py refuses the version, separate envs do the same, to the bit."""
+    whole = play(make(num_envs=2), noise(make(num_envs=2), 53))
+    monkeypatch.setitem(importlib.import_module("maniskill_cpu").TESTED, "sapien", "0.0.0")
+    separate = play(make(num_envs=2), noise(make(num_envs=2), 53))
+    assert "needs mani_skill 3.0.1 and sapien 0.0.0" in capsys.readouterr().out
+    assert all(torch.equal(a, b) for a, b in zip(whole, separate, strict=True))
+
+
 def test_seeds():
     """The same seed gives the same trajectories, also after resets; envs and seeds differ."""
     obs = [play(make(seed=seed), noise(make(), 60))[0] for seed in (1, 1, 2)]
@@ -225,6 +235,14 @@ def test_special_tasks(task, actions):
     envs = make(f"{task}-v1", 2)
     obs, reward, *_ = play(envs, noise(envs, 3))
     assert envs.action_dim == actions and obs.isfinite().all() and (reward != 0).any() == (task != "PlugCharger")
+
+
+@pytest.mark.parametrize("task", [*LIMITS, "MS-CartpoleBalance"])
+@every_script
+def test_every_task_trains(script, task):
+    """Four iterations each, and any other registered task too; --bench leaves out evaluations."""
+    sizes = "--num-envs 3 --num-steps 6 --num-minibatches 2 --update-epochs 1 --hidden-size 16".split()
+    assert " steps/s\n" in run("--bench", 1, "--env-id", f"{task}-v1", *sizes, script=script).out
 
 
 # --- whole runs
