@@ -64,7 +64,7 @@ class Args:
     clip_value: bool = True  # keep new values within eps of the old ones
     value_coef: float = 1.0  # weight of the value loss
     entropy_coef: float | None = None  # weight of the entropy bonus
-    init_std: float = 1.0  # initial standard deviation of the policy, the same in all states
+    init_std: float = 0.5  # initial standard deviation of the policy, the same in all states
     learning_rate: float | None = None  # Adam's step size, or its start
     schedule: Literal["auto", "adaptive", "linear", "fixed"] = "auto"  # by KL | to zero | auto: adaptive, SPO fixed
     desired_kl: float | None = None  # an adaptive step size shrinks above twice this KL and grows below half of it
@@ -80,7 +80,7 @@ SUITES = {"ManiSkill": dict(gamma=0.8, normalise_reward=True)}  # gamma is set b
 SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size".split()
 SIZE_NAMES += ["entropy_coef", "learning_rate", "desired_kl"]
 SIZES = {"cuda": (5 * 10**7, 1024, 128, 32, 5, 256, 0.001, 1e-3, 0.01)}
-SIZES["cpu"] = (10**6, 64, 32, 32, 10, 128, 0, 3e-4, 0.03)
+SIZES["cpu"] = (10**6, 64, 32, 8, 5, 128, 0, 1e-3, 0.01)
 SAMPLERS, METRICS = ("mean", "sample"), ("return", "length", "success_once", "success_at_end")
 RENDERER = "physx_cpu"  # simulates the video's one env, which needs a Vulkan driver
 HOT = "policy_loss", "td_lambda_targets"  # what --compile compiles
