@@ -119,7 +119,7 @@ def read_run(path, metric=None):
     if rows and ("global_step" not in rows[0] or not keys):
         return None
     columns = ["global_step", "time/elapsed", *keys[:1]]
-    points = np.array([[number(r.get(k)) for k in columns] for r in rows]).reshape(len(rows), -1).T
+    points = np.array([[number(r.get(k)) for k in columns] for r in rows]).T
     budget = (points[0, -1], points[1, -1]) if len(rows) else (np.nan, np.nan)
     points = points[:, np.isfinite(points[-1]) & np.isfinite(points[0])] if len(rows) else np.empty((3, 0))
     final, others = points[2, -1] if points.size else np.nan, {}
