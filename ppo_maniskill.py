@@ -91,6 +91,9 @@ PROGRESS = "KL {policy/kl:.3f}/{desired_kl:g}  std {policy/std:.2g}  step size {
 def choose_backend(args, device):  # -> backend, suite; refuses what cannot be trained
     try:
         sys.path.insert(0, os.getcwd())  # for the user's own --env-module
+        importlib.import_module("warnings").filterwarnings(
+            "ignore", "Failed to find system libvulkan"
+        )  # nothing is drawn
         for module in filter(None, ("mani_skill.envs", args.env_module)):
             importlib.import_module(module)
     except ImportError as e:

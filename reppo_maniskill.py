@@ -101,6 +101,9 @@ PROGRESS = "KL {policy/kl:.3f}/{kl_bound:g}  alpha {policy/alpha:.2g}  lambda {p
 def choose_backend(args, device):  # -> backend, suite; refuses what cannot be trained
     try:
         sys.path.insert(0, os.getcwd())  # for the user's own --env-module
+        importlib.import_module("warnings").filterwarnings(
+            "ignore", "Failed to find system libvulkan"
+        )  # nothing is drawn
         for module in filter(None, ("mani_skill.envs", args.env_module)):
             importlib.import_module(module)
     except ImportError as e:
