@@ -484,6 +484,12 @@ def test_report_of_finished_runs(tmp_path):
     assert "over the tasks that all have: CheetahRun-v1, WalkerWalk-v1." in text
 
 
+def test_the_final_value_is_that_of_the_runs_own_sampler(tmp_path):
+    fake_run(tmp_path / "trudi/CheetahRun-v1_1", [100], final=500, eval_sampler="sde")
+    row = table(plot.report(plot.load([tmp_path])))["CheetahRun-v1", "TruDi"]
+    assert row[4] == "499" and row[6] == "ode 500"
+
+
 def test_crashed_runs_count_and_are_named(tmp_path):
     fake_run(tmp_path / "trudi/CheetahRun-v1_1", [100, 200, 800])
     fake_run(tmp_path / "trudi/CheetahRun-v1_2", [100, 200], ended=False)
