@@ -83,7 +83,7 @@ class Args:
     eval_points: int = 20  # evaluations during training, evenly spaced; each one also saves a checkpoint
     eval_episodes: int = 64  # episodes per evaluation, in envs of their own
     eval_sampler: Literal["ode", "sde", "best-of-k"] = "ode"  # scaled ODE, the policy itself, best of K by Q
-    eval_score_scale: float = 1.0  # score scale c of the ODE; 0.5 keeps marginals if steps are many and small, 1 is greedier
+    eval_score_scale: float = 1.0  # score scale c of the ODE; 0.5 keeps marginals if steps are many, 1 is greedier
     eval_best_of: int = 10  # K of the best-of-k sampler
     torch_threads: int = 1  # CPU threads of torch; 1 lets runs share a machine
     compile: bool = False  # torch.compile the hot functions
