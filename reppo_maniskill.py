@@ -109,6 +109,7 @@ def choose_backend(args, device):  # -> backend, suite; refuses what cannot be t
     except ImportError as e:
         hint = "" if (e.name or "") == args.env_module else ": pip install -r requirements-maniskill.txt"
         stop(f"cannot import {module} ({e}){hint}")
+    importlib.import_module("logging").getLogger("mani_skill").setLevel("ERROR")  # its hints to authors of tasks
     known = importlib.import_module("mani_skill.utils.registration").REGISTERED_ENVS
     if args.env_id not in known:
         close = ", ".join(difflib.get_close_matches(args.env_id, known, 4)) or "none"
