@@ -91,9 +91,7 @@ PROGRESS = "KL {policy/kl:.3f}/{desired_kl:g}  std {policy/std:.2g}  step size {
 def choose_backend(args, device):  # -> backend, suite; refuses what cannot be trained
     try:
         sys.path.insert(0, os.getcwd())  # for the user's own --env-module
-        importlib.import_module("warnings").filterwarnings(
-            "ignore", "Failed to find system libvulkan"
-        )  # nothing is drawn
+        importlib.import_module("warnings").filterwarnings("ignore", "Failed to find system libvulkan")
         for module in filter(None, ("mani_skill.envs", args.env_module)):
             importlib.import_module(module)
     except ImportError as e:
@@ -122,8 +120,8 @@ class VecEnv:
     `nonfinite` and clears `valid`, so that nobody trains on it."""
 
     def __init__(self, backend, env_id, num_envs, seed, device, threads=1, resets=None, stagger=0, **kwargs):
-        modes = importlib.import_module("mani_skill.utils.registration").REGISTERED_ENVS[env_id].cls
-        dense = "normalized_dense" in modes.SUPPORTED_REWARD_MODES
+        task = importlib.import_module("mani_skill.utils.registration").REGISTERED_ENVS[env_id].cls
+        dense = "normalized_dense" in task.SUPPORTED_REWARD_MODES
         kwargs |= dict(num_envs=num_envs, obs_mode="state", control_mode="pd_joint_delta_pos")
         kwargs |= dict(reward_mode="normalized_dense" if dense else "sparse")
         if backend == "physx_cpu_batched":
