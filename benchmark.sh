@@ -5,14 +5,13 @@
 #   ./benchmark.sh laptop --workers 2              # two runs at a time; the same command again goes on
 #   ./benchmark.sh laptop --dry-run                # what it would do
 #   ./benchmark.sh paper-dmc --slurm --submit      # the same grid as an array job; without --submit it is printed
-#   ./benchmark.sh ablation-kl --envs G1JoystickFlatTerrain-v1 -- --device cuda --total-timesteps 50000000
+#   ./benchmark.sh ablation-kl --envs G1JoystickFlatTerrain -- --device cuda --total-timesteps 50000000
 #
 # Grids:
 #   smoke                 every algorithm on two envs for a moment: does it run at all (minutes)
 #   laptop                6 DMC tasks x 3 seeds x 1M steps on a CPU (two cores, overnight)
-#   paper-dmc             the paper's 20 DMC tasks x 10 seeds x 50M steps on CUDA, by EnvPool: dm_control's tasks, since
-#                         MuJoCo Playground is not a backend of the scripts yet; never call their curves Playground's
-#   paper-humanoid        G1 and T1, flat and rough, by EnvPool's port of MuJoCo Playground
+#   paper-dmc             the paper's 20 DMC tasks x 10 seeds x 50M steps on CUDA, by MuJoCo Playground
+#   paper-humanoid        G1 and T1, flat and rough, by MuJoCo Playground
 #   paper-maniskill       the paper's 13 ManiSkill tasks
 #   paper-humanoidbench   the paper's 30 HumanoidBench tasks by Gymnasium; they need a virtual environment of their own
 #   ablation-kl           TruDi with --kl-bound 0.01 to 50      (the paper's is on IsaacLab; here 3 DMC tasks on a CPU)
@@ -35,11 +34,10 @@
 root=$(dirname "$0") python=${PYTHON:-python}
 smoke="CheetahRun-v1 Pendulum-v1"
 laptop="CartpoleSwingup-v1 CheetahRun-v1 WalkerWalk-v1 FingerSpin-v1 HopperStand-v1 ReacherHard-v1"
-dmc="AcrobotSwingup-v1 AcrobotSwingupSparse-v1 BallInCupCatch-v1 CartpoleBalance-v1 CartpoleBalanceSparse-v1
-  CartpoleSwingup-v1 CartpoleSwingupSparse-v1 CheetahRun-v1 FingerSpin-v1 FingerTurnEasy-v1 FingerTurnHard-v1
-  FishSwim-v1 HopperHop-v1 HopperStand-v1 PendulumSwingup-v1 ReacherEasy-v1 ReacherHard-v1 WalkerRun-v1 WalkerStand-v1
-  WalkerWalk-v1"
-humanoid="G1JoystickFlatTerrain-v1 G1JoystickRoughTerrain-v1 T1JoystickFlatTerrain-v1 T1JoystickRoughTerrain-v1"
+dmc="AcrobotSwingup AcrobotSwingupSparse BallInCup CartpoleBalance CartpoleBalanceSparse CartpoleSwingup
+  CartpoleSwingupSparse CheetahRun FingerSpin FingerTurnEasy FingerTurnHard FishSwim HopperHop HopperStand PendulumSwingup
+  ReacherEasy ReacherHard WalkerRun WalkerStand WalkerWalk"
+humanoid="G1JoystickFlatTerrain G1JoystickRoughTerrain T1JoystickFlatTerrain T1JoystickRoughTerrain"
 maniskill="PickCube-v1 StackCube-v1 PokeCube-v1 PullCube-v1 PushCube-v1 RollBall-v1 LiftPegUpright-v1 PlaceSphere-v1
   PlugCharger-v1 PushT-v1 PullCubeTool-v1 TwoRobotPickCube-v1 TwoRobotStackCube-v1"
 humanoidbench=$(printf "humanoid_bench:h1hand-%s-v0 " walk run stand crawl hurdle stair slide maze pole balance_simple \
@@ -96,8 +94,8 @@ cpu="--device cpu --total-timesteps" ten="1 2 3 4 5 6 7 8 9 10"
 case $grid in # each line: the grid's envs, seeds, common flags; then its algorithms
 smoke) lists=("$smoke" 1) common="$cpu 16384 --eval-points 2 --eval-episodes 2" && all continuous ;;
 laptop) lists=("$laptop" "1 2 3") common="$cpu 1000000" && all continuous ;;
-paper-dmc) lists=("$dmc" "$ten") common=$cuda && all continuous ;;
-paper-humanoid) lists=("$humanoid" "$ten") common=$cuda && all continuous ;;
+paper-dmc) lists=("$dmc" "$ten") common="--backend playground $cuda" && all continuous ;;
+paper-humanoid) lists=("$humanoid" "$ten") common="--backend playground $cuda" && all continuous ;;
 paper-maniskill) lists=("$maniskill" "$ten") common=$cuda && all maniskill ;;
 paper-humanoidbench) lists=("$humanoidbench" "$ten") common=$cuda && all continuous ;;
 ablation-kl)

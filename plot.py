@@ -36,10 +36,12 @@ NAMES |= {"dppo": "DPPO", "fpo": "FPO", "cleanrl_ppo": "CleanRL's PPO"}
 COLOURS = dict(zip(NAMES.values(), "blue orange green red purple brown pink gray".split(), strict=True))
 COLOURS = {name: f"tab:{colour}" for name, colour in COLOURS.items()}
 SCALES = {"DMC": 1000.0, "humanoid": 1.0, "ManiSkill": 1.0}  # suites whose tasks share a scale, and that scale
+SCALES |= {"DMC by Playground": 1000.0, "humanoid by Playground": 1.0}  # other simulations than EnvPool's: never mixed
 METRICS = {"ManiSkill": "success_once"}  # what is plotted where it is not the return
 DMC = r"(Acrobot|BallInCup|Cartpole|Cheetah|Finger|Fish|Hopper|Humanoid|Pendulum|Reacher|Walker|Swimmer|PointMass)[A-Z]"
 RETURNS = "charts/episode_return", "charts/episodic_return", "episode_return", "return"  # of training episodes
 OTHER = {"seed", "run_dir", "git", "resume", "python", "torch", "numpy", "gymnasium", "envpool", "mujoco", "mani-skill"}
+OTHER |= {"playground", "mujoco-mjx", "jax"}
 OTHER |= {"torch_threads", "track", "capture_video", "evaluate", "backend", "compile"}  # may differ within a group
 FEW = 5  # seeds up to which each run is drawn
 
@@ -114,6 +116,7 @@ def read_run(path, metric=None):
     name, _, seed = (folder.name if own else path.stem).rpartition("_")
     env = settings.get("env_id") or name
     suite = settings.get("suite") or ("DMC" if re.match(DMC, env) else "other")
+    suite += " by Playground" * (settings.get("backend") == "playground")
     metric = metric or METRICS.get(suite, "return")
     keys = [k for k in (f"eval/{metric}", metric, *RETURNS) if rows and k in rows[0]]
     if rows and ("global_step" not in rows[0] or not keys):
@@ -295,7 +298,7 @@ def draw(groups, folder):
         if curves[0].lines:
             curves[0].legend(frameon=False, fontsize=8)
         figure.suptitle(f"{suite}: {', '.join(tasks) if len(tasks) <= 6 else f'{len(tasks)} tasks'}", fontsize=10)
-        save(figure, f"aggregate_{suite}.png")
+        save(figure, f"aggregate_{suite.replace(' ', '_')}.png")
     return written
 
 

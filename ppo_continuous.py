@@ -36,13 +36,11 @@ import torch
 import tyro
 from torch import nn
 
-SCRIPT = Path(__file__).stem
-
 
 @dataclasses.dataclass
 class Args:
     env_id: str = "CheetahRun-v1"  # an EnvPool id, a Gymnasium id, or `module:Id` for an env of your own
-    backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for DMC, Gym MuJoCo, Playground ids
+    backend: Literal["auto", "envpool", "gymnasium", "playground"] = "auto"  # auto: the first that has it, see README
     total_timesteps: int | None = None  # env steps of the whole run (default: 1M on a CPU, 50M on CUDA)
     seed: int = 1  # of the networks, the noise and the envs
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where it is present
@@ -80,33 +78,39 @@ class Args:
 
 SUITES = {suite: dict(gamma=0.99, normalise_reward=True) for suite in ("DMC", "HumanoidBench", "other")}
 SUITES["humanoid"] = dict(gamma=0.97, normalise_reward=True)
-SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size".split()
-SIZE_NAMES += ["entropy_coef", "learning_rate", "desired_kl"]
+SIZED = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size".split()
+SIZED += ["entropy_coef", "learning_rate", "desired_kl"]
 SIZES = {"cuda": (5 * 10**7, 1024, 128, 32, 5, 256, 0.001, 1e-3, 0.01)}
 SIZES["cpu"] = (10**6, 16, 128, 32, 10, 128, 0, 3e-4, 0.03)  # small and many steps, as with few envs
 SAMPLERS, METRICS = ("mean", "sample"), ("return", "length", "success")  # METRICS: of an episode
-RENDERER = "gymnasium"  # draws the videos: EnvPool's renderer aborts the whole process where there is no OpenGL
+SCRIPT, RENDERER = Path(__file__).stem, "gymnasium"  # it draws the videos: EnvPool's aborts without OpenGL
 HOT = "policy_loss", "td_lambda_targets"  # what --compile compiles
 PROGRESS = "KL {policy/kl:.3f}/{desired_kl:g}  std {policy/std:.2g}  step size {policy/learning_rate:.1e}"
 
 
 # --- shared: environments ---
 def choose_backend(args, device):  # -> backend, suite; refuses what cannot be trained
-    env_id, backend = args.env_id, args.backend
+    env_id, backend, known, tasks, hint = args.env_id, args.backend, [], {}, ""
     try:
-        envpool = importlib.import_module("envpool")
-        known, hint = envpool.list_all_envs(), ""
+        if backend == "playground" or (backend, device.type) == ("auto", "cuda"):
+            tasks = importlib.import_module("playground_env").TASKS  # MuJoCo Playground's ids, and their suites
+    except ImportError as e:
+        hint = f" ({e}: pip install -r requirements-playground.txt, playground_env.py beside this script)"
+    if env_id in tasks:
+        return "playground", tasks[env_id]
+    try:
+        known = (envpool := importlib.import_module("envpool")).list_all_envs()
     except ImportError:
-        known, hint = [], " (EnvPool is missing: pip install envpool==1.2.5)"
-    spec = envpool.make_spec(env_id) if env_id in known else None
+        hint += " (EnvPool is missing: pip install envpool==1.2.5)"
+    spec = envpool.make_spec(env_id) if env_id in known and backend != "playground" else None
     family = type(spec).__name__  # such as DmcCheetahEnvSpec
     backend = {"auto": "envpool" if re.match("Dmc|Gym(?!n)|Playground", family) else "gymnasium"}.get(backend, backend)
     try:
         sys.path.insert(0, os.getcwd())  # for the user's own module:Id
-        space = spec.gymnasium_action_space if backend == "envpool" else gym.make(env_id).action_space
-    except Exception as e:  # unknown to EnvPool or Gymnasium, or a missing package
-        reason = str(e).rstrip(".") if backend == "gymnasium" else f"EnvPool has no {env_id}"
-        close = ", ".join(difflib.get_close_matches(env_id, {*known, *gym.registry}, 4)) or "none"
+        space = gym.make(env_id).action_space if backend == "gymnasium" else spec.gymnasium_action_space
+    except Exception as e:  # unknown to the backend, or a missing package
+        reason = str(e).rstrip(".") if backend == "gymnasium" else f"{backend} has no {env_id}"
+        close = ", ".join(difflib.get_close_matches(env_id, {*known, *tasks, *gym.registry}, 4)) or "none"
         stop(f"cannot make {env_id}: {reason}{hint}; the closest known ids: {close}")
     if not isinstance(space, gym.spaces.Box):
         stop(f"{env_id} has {type(space).__name__} actions; this script needs continuous ones (Box)")
@@ -120,6 +124,10 @@ class VecEnv:
     Where an episode ended, final_obs is its last observation and obs the next one's first; elsewhere they are equal.
     A non-finite step restarts its env, counts in `nonfinite` and clears `valid`, so that nobody trains on it."""
 
+    def __new__(cls, backend, *args, **kwargs):  # MuJoCo Playground has a class of its own, for it lives on the GPU
+        other = backend == "playground" and importlib.import_module("playground_env").VecEnv
+        return other(backend, *args, **kwargs) if other else super().__new__(cls)
+
     def __init__(self, backend, env_id, num_envs, seed, device, threads=1, resets=None, stagger=0, **kwargs):
         self.backend, self.num_envs, self.device, self.seed = backend, num_envs, device, seed
         if backend == "envpool":
@@ -131,8 +139,7 @@ class VecEnv:
         low, high = (np.nan_to_num(x.reshape(-1), posinf=1, neginf=-1) for x in (space.low, space.high))
         self.centre, self.halfwidth, self.action_dim = (high + low) / 2, (high - low) / 2, len(low)
         self.nonfinite, self.finished, self.index = 0, [], np.arange(num_envs)  # finished: `stats` at their ends
-        self.resets = np.zeros(num_envs, np.int64)  # a resumed run repeats them, and so gets the same random streams
-        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs)
+        self.resets, self.episode_return, self.episode_length = np.zeros((3, num_envs), int)  # a resume repeats resets
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
         while resets is not None and len(resets) == num_envs and (behind := self.resets < resets).any():
             self.obs[behind] = self.reset_where(behind)
@@ -163,13 +170,10 @@ class VecEnv:
 
     def reset(self):
         self.obs = self.reset_where(np.ones(self.num_envs, bool))
-        return self.tensor(self.obs)
+        return torch.as_tensor(self.obs, device=self.device)
 
     def stats(self, success=math.nan):  # of the episodes under way -> (E, 4): env, then METRICS
         return np.stack([self.index, self.episode_return, self.episode_length, self.index * 0 + success], 1)
-
-    def tensor(self, x):  # on a CPU it shares the array's memory: every step makes new ones
-        return torch.from_numpy(x).to(self.device)
 
     def step(self, action):
         action = (self.centre + self.halfwidth * action.cpu().numpy().clip(-1, 1)).astype(self.space.dtype)
@@ -181,11 +185,11 @@ class VecEnv:
         self.episode_return, self.episode_length = self.episode_return + reward, self.episode_length + 1
         terminated, whole = terminated & ~bad, (terminated | truncated) & ~bad  # whole: it ended by itself
         truncated = truncated | bad | (self.episode_length >= self.limit)
-        self.obs, ended, self.valid = obs.copy(), terminated | truncated, self.tensor(~bad)
+        self.obs, ended, self.valid = obs.copy(), terminated | truncated, torch.as_tensor(~bad, device=self.device)
         if ended.any():
             self.finished.append(self.stats(info.get("success", info.get("is_success", math.nan)))[whole])
             self.obs[ended], self.limit[ended] = self.reset_where(ended), np.inf
-        return tuple(self.tensor(x) for x in (self.obs, reward, terminated, truncated, obs))
+        return tuple(torch.as_tensor(x, device=self.device) for x in (self.obs, reward, terminated, truncated, obs))
 
 
 # --- end shared ---
@@ -217,12 +221,11 @@ def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
     """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode."""
-    targets, following = [], value[-1]
+    targets = [value[-1]]
     fixed = reward + gamma * torch.where(cut, ~terminated * value, (1 - td_lambda) * value)
     for x, carry in zip(fixed.flip(0), (gamma * td_lambda * ~cut).flip(0), strict=True):
-        following = torch.addcmul(x, carry, following)
-        targets.append(following)
-    return torch.stack(targets[::-1])
+        targets.append(torch.addcmul(x, carry, targets[-1]))
+    return torch.stack(targets[:0:-1])
 
 
 # --- end shared ---
@@ -435,7 +438,8 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
         about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
         installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
-        about |= {k: installed[k] for k in "torch numpy gymnasium envpool mujoco mani-skill".split() if k in installed}
+        names = "torch numpy gymnasium envpool mujoco mani-skill playground mujoco-mjx jax".split()
+        about |= {k: installed[k] for k in names if k in installed}
         try:
             wandb = importlib.import_module("wandb") if args.track else None
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -453,8 +457,7 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
     def add(self, row):
         known = {k: v for k, v in row.items() if v is not None and v == v}
         with self.path.open("a") as f:
-            f.write("" if f.tell() else ",".join(row) + "\n")
-            f.write(",".join(str(known.get(k, "")) for k in row) + "\n")
+            f.write(("" if f.tell() else ",".join(row) + "\n") + ",".join(str(known.get(k, "")) for k in row) + "\n")
         if self.wandb:
             self.wandb.log(known, step=row["global_step"])
         self.last, step, speed = self.last | known, row["global_step"], row["charts/sps"]
@@ -469,15 +472,15 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
             figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
             axis, (names, *rows) = figure.subplots(), [r.split(",") for r in self.path.read_text().splitlines()]
             for i, style in ((names.index("charts/episode_return"), "-"), (names.index("eval/return"), "o-")):
-                points = np.array([(r[0], r[i]) for r in rows if r[i]], float).reshape(-1, 2).T
-                axis.plot(*points, style, ms=4, label=names[i])
+                points = np.array([(r[0], r[i]) for r in rows if r[i]], float).reshape(-1, 2)
+                axis.plot(*points.T, style, ms=4, label=names[i])
             axis.set(title=f"{self.args.env_id}, {SCRIPT}, seed {self.args.seed}", xlabel="env steps", ylabel="return")
             axis.legend(frameon=False)
             figure.savefig(self.path.with_name("curve.png"), dpi=110)
 
 
 def resolve(args, suite, device):  # fill in what was left open, say what and why, refuse what cannot work
-    sizes = dict(zip(SIZE_NAMES, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
+    sizes = dict(zip(SIZED, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
     print(f"{args.env_id} by {args.backend}, {args.torch_threads} CPU thread(s); settings not given by flag:")
     for reason, table in ((suite, SUITES[suite]), (f"device {device}", sizes)):
         chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
@@ -501,8 +504,8 @@ def main(argv=None):
     torch.set_num_threads(args.torch_threads)
     args.backend, suite = choose_backend(args, device)
     args = resolve(args, suite, device)
-    name = f"{re.sub('[^A-Za-z0-9.-]', '_', args.env_id)}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{name}")
+    name = "-playground" * (args.backend == "playground") + f"__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{re.sub('[/:]', '_', args.env_id)}{name}")
 
     def make_envs(resets=None, num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, stagger=0):
         return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets, stagger)
@@ -513,7 +516,7 @@ def main(argv=None):
     envs = make_envs(resets[0], 1 if args.evaluate else args.num_envs, args.seed * 10_007, args.num_steps)
     agent = Agent(envs, args).to(device)
     optimisers = agent.optimisers(args)
-    step, best, elapsed, signals = 0, -math.inf, 0.0, []
+    obs, step, best, elapsed, signals = torch.as_tensor(envs.obs, device=device), 0, -math.inf, 0.0, []
     if saved:
         if {k: v.shape for k, v in saved["agent"].items()} != {k: v.shape for k, v in agent.state_dict().items()}:
             stop(f"the checkpoint does not fit {args.env_id}: its observations or actions have other shapes now")
@@ -527,7 +530,7 @@ def main(argv=None):
         globals().update({hot: torch.compile(globals()[hot]) for hot in HOT})
     batch, seconds, clock = args.num_envs * args.num_steps, {}, [0.0]  # seconds of each phase
     iterations = 0 if args.evaluate else args.bench + 3 if args.bench else args.total_timesteps // batch
-    grid, obs = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}, envs.tensor(envs.obs)
+    grid = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}
 
     def lap(phase):
         if args.bench and device.type == "cuda":

@@ -33,8 +33,6 @@ import torch
 import tyro
 from torch import nn
 
-SCRIPT = Path(__file__).stem
-
 
 @dataclasses.dataclass
 class Args:
@@ -77,12 +75,12 @@ class Args:
 
 
 SUITES = {"ManiSkill": dict(gamma=0.8, normalise_reward=True)}  # gamma is set by the task: 1 - 10/(steps of an episode)
-SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size".split()
-SIZE_NAMES += ["entropy_coef", "learning_rate", "desired_kl"]
+SIZED = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size".split()
+SIZED += ["entropy_coef", "learning_rate", "desired_kl"]
 SIZES = {"cuda": (5 * 10**7, 1024, 128, 32, 5, 256, 0.001, 1e-3, 0.01)}
 SIZES["cpu"] = (10**6, 64, 32, 8, 5, 128, 0, 1e-3, 0.01)
 SAMPLERS, METRICS = ("mean", "sample"), ("return", "length", "success_once", "success_at_end")
-RENDERER = "physx_cpu"  # simulates the video's one env, which needs a Vulkan driver
+SCRIPT, RENDERER = Path(__file__).stem, "physx_cpu"  # it simulates the video's one env, which needs Vulkan
 HOT = "policy_loss", "td_lambda_targets"  # what --compile compiles
 PROGRESS = "KL {policy/kl:.3f}/{desired_kl:g}  std {policy/std:.2g}  step size {policy/learning_rate:.1e}"
 
@@ -210,12 +208,11 @@ def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
     """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode."""
-    targets, following = [], value[-1]
+    targets = [value[-1]]
     fixed = reward + gamma * torch.where(cut, ~terminated * value, (1 - td_lambda) * value)
     for x, carry in zip(fixed.flip(0), (gamma * td_lambda * ~cut).flip(0), strict=True):
-        following = torch.addcmul(x, carry, following)
-        targets.append(following)
-    return torch.stack(targets[::-1])
+        targets.append(torch.addcmul(x, carry, targets[-1]))
+    return torch.stack(targets[:0:-1])
 
 
 # --- end shared ---
@@ -428,7 +425,8 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
         about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
         installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
-        about |= {k: installed[k] for k in "torch numpy gymnasium envpool mujoco mani-skill".split() if k in installed}
+        names = "torch numpy gymnasium envpool mujoco mani-skill playground mujoco-mjx jax".split()
+        about |= {k: installed[k] for k in names if k in installed}
         try:
             wandb = importlib.import_module("wandb") if args.track else None
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -446,8 +444,7 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
     def add(self, row):
         known = {k: v for k, v in row.items() if v is not None and v == v}
         with self.path.open("a") as f:
-            f.write("" if f.tell() else ",".join(row) + "\n")
-            f.write(",".join(str(known.get(k, "")) for k in row) + "\n")
+            f.write(("" if f.tell() else ",".join(row) + "\n") + ",".join(str(known.get(k, "")) for k in row) + "\n")
         if self.wandb:
             self.wandb.log(known, step=row["global_step"])
         self.last, step, speed = self.last | known, row["global_step"], row["charts/sps"]
@@ -462,15 +459,15 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
             figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
             axis, (names, *rows) = figure.subplots(), [r.split(",") for r in self.path.read_text().splitlines()]
             for i, style in ((names.index("charts/episode_return"), "-"), (names.index("eval/return"), "o-")):
-                points = np.array([(r[0], r[i]) for r in rows if r[i]], float).reshape(-1, 2).T
-                axis.plot(*points, style, ms=4, label=names[i])
+                points = np.array([(r[0], r[i]) for r in rows if r[i]], float).reshape(-1, 2)
+                axis.plot(*points.T, style, ms=4, label=names[i])
             axis.set(title=f"{self.args.env_id}, {SCRIPT}, seed {self.args.seed}", xlabel="env steps", ylabel="return")
             axis.legend(frameon=False)
             figure.savefig(self.path.with_name("curve.png"), dpi=110)
 
 
 def resolve(args, suite, device):  # fill in what was left open, say what and why, refuse what cannot work
-    sizes = dict(zip(SIZE_NAMES, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
+    sizes = dict(zip(SIZED, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
     print(f"{args.env_id} by {args.backend}, {args.torch_threads} CPU thread(s); settings not given by flag:")
     for reason, table in ((suite, SUITES[suite]), (f"device {device}", sizes)):
         chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
@@ -494,8 +491,8 @@ def main(argv=None):
     torch.set_num_threads(args.torch_threads)
     args.backend, suite = choose_backend(args, device)
     args = resolve(args, suite, device)
-    name = f"{re.sub('[^A-Za-z0-9.-]', '_', args.env_id)}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{name}")
+    name = "-playground" * (args.backend == "playground") + f"__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{re.sub('[/:]', '_', args.env_id)}{name}")
 
     def make_envs(resets=None, num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, stagger=0):
         return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets, stagger)
@@ -506,7 +503,7 @@ def main(argv=None):
     envs = make_envs(resets[0], 1 if args.evaluate else args.num_envs, args.seed * 10_007, args.num_steps)
     agent = Agent(envs, args).to(device)
     optimisers = agent.optimisers(args)
-    step, best, elapsed, signals = 0, -math.inf, 0.0, []
+    obs, step, best, elapsed, signals = torch.as_tensor(envs.obs, device=device), 0, -math.inf, 0.0, []
     if saved:
         if {k: v.shape for k, v in saved["agent"].items()} != {k: v.shape for k, v in agent.state_dict().items()}:
             stop(f"the checkpoint does not fit {args.env_id}: its observations or actions have other shapes now")
@@ -520,7 +517,7 @@ def main(argv=None):
         globals().update({hot: torch.compile(globals()[hot]) for hot in HOT})
     batch, seconds, clock = args.num_envs * args.num_steps, {}, [0.0]  # seconds of each phase
     iterations = 0 if args.evaluate else args.bench + 3 if args.bench else args.total_timesteps // batch
-    grid, obs = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}, envs.tensor(envs.obs)
+    grid = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}
 
     def lap(phase):
         if args.bench and device.type == "cuda":

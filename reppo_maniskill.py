@@ -35,8 +35,6 @@ import torch.nn.functional as F
 import tyro
 from torch import nn
 
-SCRIPT = Path(__file__).stem
-
 
 @dataclasses.dataclass
 class Args:
@@ -87,12 +85,12 @@ class Args:
 SUITES = {  # gamma is set by the task: 1 - 10/(steps of an episode)
     "ManiSkill": dict(gamma=0.8, vmin=-15.0, vmax=15.0, normalise_reward=False),
 }
-SIZE_NAMES = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size policy_delay".split()
-SIZE_NAMES += ["learning_rate", "actor_learning_rate", "anneal", "lambda_init", "alpha_init"]
+SIZED = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size policy_delay".split()
+SIZED += "learning_rate actor_learning_rate anneal lambda_init alpha_init".split()
 SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 4, 512, 1, 3e-4, 3e-4, 0, 0.01, 1.0)}
 SIZES["cpu"] = (10**6, 64, 64, 16, 8, 128, 1, 2e-3, 1.2e-3, 1, 1, 0.01)
 SAMPLERS, METRICS = ("mean", "sample", "best-of-k"), ("return", "length", "success_once", "success_at_end")
-RENDERER = "physx_cpu"  # simulates the video's one env, which needs a Vulkan driver
+SCRIPT, RENDERER = Path(__file__).stem, "physx_cpu"  # it simulates the video's one env, which needs Vulkan
 HOT = "sample_action", "gaussian_kl", "td_lambda_targets", "critic_loss"  # what --compile compiles
 PROGRESS = "KL {policy/kl:.3f}/{kl_bound:g}  alpha {policy/alpha:.2g}  lambda {policy/lambda:.2g}"
 
@@ -220,12 +218,11 @@ def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of 
 
 def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
     """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode."""
-    targets, following = [], value[-1]
+    targets = [value[-1]]
     fixed = reward + gamma * torch.where(cut, ~terminated * value, (1 - td_lambda) * value)
     for x, carry in zip(fixed.flip(0), (gamma * td_lambda * ~cut).flip(0), strict=True):
-        following = torch.addcmul(x, carry, following)
-        targets.append(following)
-    return torch.stack(targets[::-1])
+        targets.append(torch.addcmul(x, carry, targets[-1]))
+    return torch.stack(targets[:0:-1])
 
 
 # --- end shared ---
@@ -404,10 +401,9 @@ def update(agent, optimisers, data, args, rng, lap, progress):
             history.append(torch.stack([fit, aux, critic_norm, actor, actor_norm, *policy_means]).detach())
             lap("actor")
     names = "losses/critic losses/auxiliary losses/critic_grad_norm losses/actor losses/actor_grad_norm policy/kl"
-    names = (names + " policy/inside policy/entropy").split()
-    target, metrics = data["target"], dict(zip(names, torch.stack(history).mean(0), strict=True))
-    metrics |= {"losses/target": target.mean()}
-    metrics |= {"losses/clipped_targets": ((target < args.vmin) | (target > args.vmax)).float().mean()}
+    names += " policy/inside policy/entropy losses/target losses/clipped_targets"
+    clipped = (data["target"] != data["target"].clamp(args.vmin, args.vmax)).float().mean()
+    metrics = dict(zip(names.split(), [*torch.stack(history).mean(0), data["target"].mean(), clipped], strict=True))
     return metrics | {"policy/alpha": agent.log_alpha.exp(), "policy/lambda": agent.log_lambda.exp()}
 
 
@@ -486,7 +482,8 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
         about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
         installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
-        about |= {k: installed[k] for k in "torch numpy gymnasium envpool mujoco mani-skill".split() if k in installed}
+        names = "torch numpy gymnasium envpool mujoco mani-skill playground mujoco-mjx jax".split()
+        about |= {k: installed[k] for k in names if k in installed}
         try:
             wandb = importlib.import_module("wandb") if args.track else None
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -504,8 +501,7 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
     def add(self, row):
         known = {k: v for k, v in row.items() if v is not None and v == v}
         with self.path.open("a") as f:
-            f.write("" if f.tell() else ",".join(row) + "\n")
-            f.write(",".join(str(known.get(k, "")) for k in row) + "\n")
+            f.write(("" if f.tell() else ",".join(row) + "\n") + ",".join(str(known.get(k, "")) for k in row) + "\n")
         if self.wandb:
             self.wandb.log(known, step=row["global_step"])
         self.last, step, speed = self.last | known, row["global_step"], row["charts/sps"]
@@ -520,15 +516,15 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
             figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
             axis, (names, *rows) = figure.subplots(), [r.split(",") for r in self.path.read_text().splitlines()]
             for i, style in ((names.index("charts/episode_return"), "-"), (names.index("eval/return"), "o-")):
-                points = np.array([(r[0], r[i]) for r in rows if r[i]], float).reshape(-1, 2).T
-                axis.plot(*points, style, ms=4, label=names[i])
+                points = np.array([(r[0], r[i]) for r in rows if r[i]], float).reshape(-1, 2)
+                axis.plot(*points.T, style, ms=4, label=names[i])
             axis.set(title=f"{self.args.env_id}, {SCRIPT}, seed {self.args.seed}", xlabel="env steps", ylabel="return")
             axis.legend(frameon=False)
             figure.savefig(self.path.with_name("curve.png"), dpi=110)
 
 
 def resolve(args, suite, device):  # fill in what was left open, say what and why, refuse what cannot work
-    sizes = dict(zip(SIZE_NAMES, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
+    sizes = dict(zip(SIZED, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
     print(f"{args.env_id} by {args.backend}, {args.torch_threads} CPU thread(s); settings not given by flag:")
     for reason, table in ((suite, SUITES[suite]), (f"device {device}", sizes)):
         chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
@@ -552,8 +548,8 @@ def main(argv=None):
     torch.set_num_threads(args.torch_threads)
     args.backend, suite = choose_backend(args, device)
     args = resolve(args, suite, device)
-    name = f"{re.sub('[^A-Za-z0-9.-]', '_', args.env_id)}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{name}")
+    name = "-playground" * (args.backend == "playground") + f"__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{re.sub('[/:]', '_', args.env_id)}{name}")
 
     def make_envs(resets=None, num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, stagger=0):
         return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets, stagger)
@@ -564,7 +560,7 @@ def main(argv=None):
     envs = make_envs(resets[0], 1 if args.evaluate else args.num_envs, args.seed * 10_007, args.num_steps)
     agent = Agent(envs, args).to(device)
     optimisers = agent.optimisers(args)
-    step, best, elapsed, signals = 0, -math.inf, 0.0, []
+    obs, step, best, elapsed, signals = torch.as_tensor(envs.obs, device=device), 0, -math.inf, 0.0, []
     if saved:
         if {k: v.shape for k, v in saved["agent"].items()} != {k: v.shape for k, v in agent.state_dict().items()}:
             stop(f"the checkpoint does not fit {args.env_id}: its observations or actions have other shapes now")
@@ -578,7 +574,7 @@ def main(argv=None):
         globals().update({hot: torch.compile(globals()[hot]) for hot in HOT})
     batch, seconds, clock = args.num_envs * args.num_steps, {}, [0.0]  # seconds of each phase
     iterations = 0 if args.evaluate else args.bench + 3 if args.bench else args.total_timesteps // batch
-    grid, obs = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}, envs.tensor(envs.obs)
+    grid = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}
 
     def lap(phase):
         if args.bench and device.type == "cuda":

@@ -144,11 +144,13 @@ def test_grids_use_flags_that_exist(name, dry_runs):
 
 def test_grids_use_envs_that_exist(dry_runs):
     known = set(pytest.importorskip("envpool").list_all_envs())
-    for name in ("smoke", "laptop", "paper-dmc", "paper-humanoid", "ablation-kl", "ablation-steps", "ablation-sampler"):
+    for name in ("smoke", "laptop", "ablation-kl", "ablation-steps", "ablation-sampler"):
         assert {line.split()[2] for line in dry_runs[name]} <= known
-    assert {line.split()[2] for line in dry_runs["paper-humanoid"]} == {
-        f"{robot}Joystick{terrain}Terrain-v1" for robot in ("G1", "T1") for terrain in ("Flat", "Rough")
-    }
+    tasks = pytest.importorskip("playground_env").TASKS
+    for name, suite, count in (("paper-dmc", "DMC", 20), ("paper-humanoid", "humanoid", 4)):
+        envs = {line.split()[2] for line in dry_runs[name]}
+        assert len(envs) == count and {tasks[env] for env in envs} == {suite}
+        assert all("--backend playground" in line for line in dry_runs[name])
 
 
 def test_maniskill_grid_uses_envs_that_exist(dry_runs):
@@ -573,6 +575,14 @@ def test_aggregate_takes_common_tasks_of_a_suite(tmp_path):
     assert "over the tasks that all have: CheetahRun-v1." in text
     assert "| TruDi | **0.400** | - (one seed)" in text and "| REPPO | **0.300** |" in text
     assert "| TruDi | **30.000** |" in text and "No aggregate for other: no common scale" in text
+
+
+def test_simulators_are_not_mixed(tmp_path):
+    fake_run(tmp_path / "trudi/CheetahRun-v1_1", [400], backend="envpool")
+    fake_run(tmp_path / "trudi/CheetahRun_1", [700], env_id="CheetahRun", backend="playground")
+    text = plot.report(plot.load([tmp_path]))
+    assert "DMC by Playground, return / 1000, over the tasks that all have: CheetahRun." in text
+    assert "DMC, return / 1000, over the tasks that all have: CheetahRun-v1." in text
 
 
 def test_success_is_the_metric_of_maniskill(tmp_path):

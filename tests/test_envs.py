@@ -1,4 +1,4 @@
-"""The environment contract, on EnvPool and on Gymnasium."""
+"""The environment contract, on EnvPool, Gymnasium and MuJoCo Playground."""
 
 import itertools
 
@@ -18,6 +18,7 @@ LIMITED = [  # backend, id, kwargs, steps per episode
     ("envpool", "CheetahRun-v1", dict(max_episode_steps=7), 7),
     ("gymnasium", "Pendulum-v1", dict(max_episode_steps=7), 7),
     ("gymnasium", CLOCK, dict(length=7), 7),
+    ("playground", "CartpoleBalance", dict(episode_length=7), 7),
 ]
 limited = pytest.mark.parametrize("backend, env_id, kwargs, limit", LIMITED, ids=[x[1].split(":")[-1] for x in LIMITED])
 
@@ -163,7 +164,7 @@ def test_success_is_unknown_where_the_env_is_silent():
 def test_seeds(backend, env_id, kwargs, limit):
     def stream(seed):
         envs = make(backend, env_id, seed=seed, **kwargs)
-        return torch.cat([torch.tensor(envs.obs)[None], play(envs, noise(envs, 2 * limit))[0]])
+        return torch.cat([torch.as_tensor(envs.obs)[None], play(envs, noise(envs, 2 * limit))[0]])
 
     one, again, other = stream(1), stream(1), stream(2000)
     assert (one == again).all() and (one[[0, limit, 2 * limit]] != other[[0, limit, 2 * limit]]).any(-1).all()
