@@ -5,8 +5,8 @@
 
 The simulator is one compiled function of all envs: step, keep the true final observation, start anew, with a fresh
 random state, whatever ended. Tensors pass between torch and JAX by dlpack: no copy, no transfer, and the host never
-waits. Every step writes new buffers, so what the rollout keeps is never overwritten. A restart costs as much as some
-steps and is computed for all envs, so it is skipped in the steps in which no episode ends.
+waits. Every step writes new buffers, so what the rollout keeps is never overwritten. A fresh start can cost as much as
+hundreds of steps (CheetahRun's first falls for two seconds), so it is computed for a sixteenth of the envs at a time.
 
 These are other simulations than EnvPool's and dm_control's tasks of the same names: other observations, other contacts.
 """
@@ -28,6 +28,7 @@ import torch
 from mujoco_playground import registry
 from mujoco_playground._src import mjx_env
 
+jax.config.update("jax_cpu_enable_async_dispatch", False)  # a policy needs each observation at once: no use on a CPU
 DMC = set(registry.dm_control_suite.ALL_ENVS)
 TASKS = {env_id: "DMC" if env_id in DMC else "other" for env_id in registry.ALL_ENVS}  # id -> suite of the scripts
 TASKS |= {f"{robot}Joystick{ground}Terrain": "humanoid" for robot in ("G1", "T1") for ground in ("Flat", "Rough")}
@@ -76,23 +77,26 @@ def build(env_id, num_envs, place, overrides):
     """Compile the simulator for so many envs, once per process. -> env, episode length, begin, advance"""
     env, config = load(env_id, place.platform == "cpu", overrides)
     length, repeat = config.episode_length // config.action_repeat, config.action_repeat
+    tree = []  # the structure of the simulator's state, which is carried as a plain tuple: calls are cheaper so
 
-    @jax.jit  # so that it is traced once
-    def begin(carry):  # a new episode in every env: carry has its key and its counts, and gets all the rest
+    def begin(carry):  # new episodes: carry has keys and counts of some envs, and gets all the rest
         later, now = jnp.moveaxis(jax.vmap(jax.random.split)(carry["key"]), 1, 0)
-        state, zeros = jax.vmap(env.reset)(now), jnp.zeros(num_envs, jnp.int32)
+        state, zeros = jax.vmap(env.reset)(now), jnp.zeros_like(carry["resets"])
         obs = jnp.nan_to_num(jax.vmap(flatten)(state.obs))  # a broken start shows at its first step, and is restarted
-        fresh = dict(state=state, obs=obs, key=later, clock=zeros, limit=zeros + length, returns=zeros * 0.0)
-        return fresh | dict(resets=carry["resets"] + 1, nonfinite=carry["nonfinite"])
+        leaves, tree[:] = tuple(jax.tree.leaves(state)), [jax.tree.structure(state)]
+        fresh = dict(state=leaves, obs=obs, key=later, clock=zeros, limit=zeros + length, returns=zeros * 0.0)
+        fresh |= dict(resets=carry["resets"] + 1, nonfinite=carry["nonfinite"])
+        return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), fresh)  # no weak types, as in all steps
 
-    def restart(carry, ended):
-        def choose(new, old):
-            return jnp.where(ended.reshape(-1, *[1] * (old.ndim - 1)), new.astype(old.dtype), old)
+    def restart(todo):  # some envs of those that ended
+        carry, ended = todo
+        rows = jnp.nonzero(ended, size=max(1, num_envs // 16), fill_value=num_envs)[0]  # num_envs: no env, is dropped
+        fresh = begin({k: carry[k].at[rows].get(mode="clip") for k in ("key", "resets", "nonfinite")})
+        carry = jax.tree.map(lambda old, new: old.at[rows].set(new.astype(old.dtype), mode="drop"), carry, fresh)
+        return carry, ended.at[rows].set(False, mode="drop")
 
-        return jax.tree.map(choose, begin(carry), carry)
-
-    def advance(carry, action):  # -> carry, (reward, terminated, truncated, final_obs, valid, stats)
-        state, reward = carry["state"], jnp.zeros(num_envs)
+    def advance(carry, action):  # -> carry, all results in one table (E, 8 + 2 O): each array that crosses costs time
+        state, reward = jax.tree.unflatten(tree[0], carry["state"]), jnp.zeros(num_envs)
         for _ in range(repeat):
             state = jax.vmap(env.step)(state, jnp.clip(action, -1, 1))
             reward = reward + state.reward
@@ -104,22 +108,22 @@ def build(env_id, num_envs, place, overrides):
         whole = (terminated | (clock >= length)) & ~bad  # it ended by itself
         ended = whole | bad | (clock >= carry["limit"])
         success = state.metrics.get("success", jnp.full(num_envs, jnp.nan))
-        stats = jnp.stack([jnp.where(whole, jnp.arange(num_envs), -1), returns, clock, success], 1)
-        state = jax.tree.map(lambda new, old: new.astype(old.dtype), state, carry["state"])
-        carry = carry | dict(state=state, obs=obs, clock=clock, returns=returns, nonfinite=carry["nonfinite"] + bad)
-        carry = jax.lax.cond(ended.any(), restart, lambda carry, _: carry, carry, ended)
-        return carry, (reward, terminated, ended & ~terminated, obs, ~bad, stats)
+        stats = jnp.where(whole, jnp.arange(num_envs), -1), returns, clock, success
+        columns = jnp.stack([reward, terminated, ended & ~terminated, ~bad, *stats], 1).astype(jnp.float32)
+        pairs = zip(jax.tree.leaves(state), carry["state"], strict=True)
+        leaves = tuple(jax.lax.convert_element_type(new, old.dtype) for new, old in pairs)
+        carry = carry | dict(state=leaves, obs=obs, clock=clock, returns=returns, nonfinite=carry["nonfinite"] + bad)
+        carry, _ = jax.lax.while_loop(lambda todo: todo[1].any(), restart, (carry, ended))
+        return carry, jnp.concatenate([columns, carry["obs"], obs], 1)
 
     started = time.perf_counter()
     print(f"compiling the simulator of {num_envs} envs, about a minute the first time ...", flush=True)
-    counts = jax.ShapeDtypeStruct((num_envs,), jnp.int32)
-    start = dict(key=jax.ShapeDtypeStruct((num_envs, 2), jnp.uint32), resets=counts, nonfinite=counts)
-    action = jax.ShapeDtypeStruct((num_envs, env.action_size), jnp.float32)
-    with jax.default_device(place):
-        compiled = begin.lower(start).compile()
-        compiled = compiled, jax.jit(advance).lower(jax.eval_shape(begin, start), action).compile()
+    begin_all, advance, zeros = jax.jit(begin), jax.jit(advance), np.zeros(num_envs, np.int32)
+    counts = jax.device_put(dict(resets=zeros, nonfinite=zeros), place)
+    carry = begin_all(counts | dict(key=first_keys(0, counts["resets"])))
+    jax.block_until_ready(advance(carry, jax.device_put(np.zeros((num_envs, env.action_size), np.float32), place)))
     print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
-    return env, length, *compiled
+    return env, length, begin_all, advance
 
 
 class VecEnv:
@@ -134,17 +138,16 @@ class VecEnv:
         self.actor_dim = sum(math.prod(np.atleast_1d(n)) for name, n in sizes.items() if name != "privileged_state")
         self.critic_start = self.actor_dim if "privileged_state" in sizes else 0
         self.action_dim, self.index = env.action_size, torch.arange(num_envs, device=self.device)
-        with jax.default_device(place):
-            zeros = np.zeros(num_envs, np.int32)
-            past = zeros if resets is None or len(resets) != num_envs else np.asarray(resets, np.int32) - 1
-            start = jax.device_put(dict(resets=past, nonfinite=zeros), place)
-            self.carry = self.begin(start | dict(key=first_keys(seed, start["resets"])))
-            if stagger:  # first episodes end apart, or all envs would stay in step
-                phase = stagger * (1 + np.arange(num_envs) * (length // stagger) // num_envs)
-                self.carry["limit"] = jax.device_put(phase.astype(np.int32), place)
+        zeros = np.zeros(num_envs, np.int32)
+        past = zeros if resets is None or len(resets) != num_envs else np.asarray(resets, np.int32) - 1
+        start = jax.device_put(dict(resets=past, nonfinite=zeros), place)
+        self.carry = self.begin(start | dict(key=first_keys(seed, start["resets"])))
+        if stagger:  # first episodes end apart, or all envs would stay in step
+            phase = stagger * (1 + np.arange(num_envs) * (length // stagger) // num_envs)
+            self.carry["limit"] = jax.device_put(phase.astype(np.int32), place)
+        self.obs = torch.from_dlpack(self.carry["obs"])
         self.before, self.pending, self.ends = 0, [], []  # before: non-finite steps of the run that this one resumes
 
-    obs = property(lambda self: torch.from_dlpack(self.carry["obs"]))
     resets = property(lambda self: torch.from_dlpack(self.carry["resets"]).cpu())
     episode_length = property(lambda self: torch.from_dlpack(self.carry["clock"]))
     episode_return = property(lambda self: torch.from_dlpack(self.carry["returns"]))
@@ -172,37 +175,42 @@ class VecEnv:
 
     def reset(self):
         self.carry = self.begin({k: self.carry[k] for k in ("key", "resets", "nonfinite")})
-        self.pending, self.ends = [], []
+        self.pending, self.ends, self.obs = [], [], torch.from_dlpack(self.carry["obs"])
         return self.obs
 
     def step(self, action):
-        self.carry, out = self.advance(self.carry, jax.dlpack.from_dlpack(action.detach().contiguous()))
-        *result, self.valid, stats = map(torch.from_dlpack, out)
-        self.pending.append(stats)
-        return self.obs, *result
+        self.carry, table = self.advance(self.carry, jax.dlpack.from_dlpack(action.detach().contiguous()))
+        columns, self.obs, final_obs = torch.from_dlpack(table).split([8, *[self.obs.shape[1]] * 2], 1)
+        terminated, truncated, self.valid = columns[:, 1:4].bool().unbind(1)
+        self.pending.append(columns[:, 4:])
+        return self.obs, columns[:, 0], terminated, truncated, final_obs
 
 
-def bench(env_id, num_envs=128, steps=100, rounds=10, device="cpu"):
-    """This adapter against the bare compiled step of the same env, in turns."""
-    envs = VecEnv("playground", env_id, num_envs, 1, device, stagger=64)
-    actions = torch.rand(steps, num_envs, envs.action_dim, device=device) * 2 - 1
+def bench(env_id, num_envs=128, steps=90, rounds=10, device="cpu"):
+    """The bare compiled step of an env, in turns with this adapter, without and with the restarts of a training."""
+    torch.set_num_threads(1)  # as in a training
+    envs = [VecEnv("playground", env_id, num_envs, 1, device, stagger=n) for n in (0, 64)]
+    actions = (torch.rand(steps, num_envs, envs[0].action_dim, device=device) * 2 - 1).unbind()
     env = load(env_id, device == "cpu", ())[0]
-    step, state = jax.jit(jax.vmap(env.step)), jax.jit(jax.vmap(env.reset))(envs.carry["key"])
-    bare_actions = [jax.dlpack.from_dlpack(a) for a in actions]
-    state = jax.block_until_ready(step(state, bare_actions[0]))
-    seconds = [0.0, 0.0]
-    for i in range(rounds * 2):
-        began = time.perf_counter()
-        for j in range(steps):
-            if i % 2:
-                state = step(state, bare_actions[j])
-            else:
-                envs.step(actions[j])
-        jax.block_until_ready(state if i % 2 else envs.carry)
-        seconds[i % 2] += time.perf_counter() - began
-    ours, bare = (num_envs * steps * rounds / x for x in seconds)
-    print(f"{env_id}, {num_envs} envs: {ours:,.0f} steps/s, bare compiled step {bare:,.0f}")
-    print(f"the adapter adds {bare / ours - 1:.1%}, its restarts included")
+    step, state = jax.jit(jax.vmap(env.step)), jax.jit(jax.vmap(env.reset))(envs[0].carry["key"])
+    for action in actions[:3]:  # compiled before the clock runs; the second call may compile again, for its own types
+        state = jax.block_until_ready(step(state, jax.dlpack.from_dlpack(action)))
+    seconds = dict.fromkeys(("bare compiled step", "adapter between ends", "adapter with restarts"), 0.0)
+    for _ in range(rounds):
+        for name, vec_env in zip(seconds, (None, *envs), strict=True):
+            began = time.perf_counter()
+            for action in actions:
+                if vec_env:
+                    vec_env.step(action)
+                else:
+                    state = step(state, jax.dlpack.from_dlpack(action))
+            jax.block_until_ready(vec_env.carry if vec_env else state)
+            seconds[name] += time.perf_counter() - began
+    print(f"{env_id}, {num_envs} envs, {steps * rounds} steps each")
+    for name, x in seconds.items():
+        print(
+            f"  {name:<24}{num_envs * steps * rounds / x:>9,.0f} steps/s{x / seconds['bare compiled step'] - 1:>+9.1%}"
+        )
 
 
 if __name__ == "__main__":

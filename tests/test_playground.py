@@ -152,8 +152,8 @@ def test_nan_in_the_simulator_state(stand_in):
     """Not from an action: the state itself is poisoned, as when MJX diverges."""
     envs = make()
     play(envs, torch.zeros(2, 3, 2))
-    state = envs.carry["state"]
-    envs.carry = envs.carry | dict(state=state.replace(data=state.data.at[2].set(jnp.nan)))
+    clock, *others = envs.carry["state"]
+    envs.carry = envs.carry | dict(state=(clock.at[2].set(jnp.nan), *others))
     obs, reward, terminated, truncated, final_obs, valid = play(envs, torch.zeros(3, 3, 2))
     assert valid.tolist() == [[True, True, False], [True] * 3, [True] * 3] and envs.nonfinite == 1
     assert obs[:, 2, 0].tolist() == [0, 1, 2] and obs[:, 0, 0].tolist() == [3, 4, 5] and final_obs.isfinite().all()
@@ -208,9 +208,18 @@ def test_stored_tensors_are_not_overwritten(stand_in):
 
 
 def test_no_copies_on_the_way(stand_in):
-    envs = make()
-    obs = envs.step(torch.zeros(3, 2))[0]
-    assert obs.data_ptr() == envs.carry["obs"].unsafe_buffer_pointer()
+    envs, tables = make(), []
+    advance = envs.advance
+
+    def spy(carry, action):
+        tables.append(advance(carry, action))
+        return tables[-1]
+
+    envs.advance = spy
+    obs, _, _, _, final_obs = envs.step(torch.zeros(3, 2))
+    start = tables[0][1].unsafe_buffer_pointer()
+    assert obs.data_ptr() == start + 8 * 4 and final_obs.data_ptr() == start + 12 * 4
+    assert envs.reset().data_ptr() == envs.carry["obs"].unsafe_buffer_pointer()
     action = torch.zeros(3, 2)
     assert jax.dlpack.from_dlpack(action).unsafe_buffer_pointer() == action.data_ptr()
 
@@ -355,7 +364,11 @@ def test_cartpole_trains(script, tmp_path, capsys, monkeypatch):
 
 def test_compiling_is_announced_once(stand_in, capsys):
     for _ in range(2):
-        make(num_envs=4)
+        envs = make(num_envs=4, stagger=2)
+        play(envs, torch.zeros(9, 4, 2))
+        envs.reset()
+        play(envs, torch.zeros(2, 4, 2))
+    assert envs.advance._cache_size() == envs.begin._cache_size() == 1, "types or shapes changed: it compiled again"
     printed = capsys.readouterr().out
     assert (
         printed.count("compiling the simulator of 4 envs") == 1 and len(re.findall(r"compiled in \d+ s", printed)) == 1
