@@ -4,9 +4,9 @@
     python playground_env.py CheetahRun                                     # what this adapter costs
 
 The simulator is one compiled function of all envs: step, keep the true final observation, start anew, with a fresh
-random state, whatever ended. Tensors pass between torch and JAX by dlpack: no copy, no transfer, and the host never
-waits. Every step writes new buffers, so what the rollout keeps is never overwritten. A fresh start can cost as much as
-hundreds of steps (CheetahRun's first falls for two seconds), so it is computed for a sixteenth of the envs at a time.
+random state, whatever ended. Tensors pass between torch and JAX by dlpack: no copy, no transfer, and Python reads no
+value of them. Every step writes new buffers, so what the rollout keeps is never overwritten. A fresh start can cost as
+much as hundreds of steps (CheetahRun's falls for two seconds), so it is computed for a sixteenth of the envs at a time.
 
 These are other simulations than EnvPool's and dm_control's tasks of the same names: other observations, other contacts.
 """
@@ -49,11 +49,11 @@ def load(env_id, on_cpu, overrides):
         print(f"{mjx_env.MENAGERIE_PATH}; to use a copy of your own, set MENAGERIE_PATH to its folder", flush=True)
     config = registry.get_default_config(env_id)
     if on_cpu and "impl" in config:
-        config.impl = "jax"  # the default, Warp, needs a GPU
+        config.impl = "jax"  # the default is Warp, made for GPUs
     try:
         return registry.load(env_id, config=config, config_overrides=dict(overrides) or None), config
     except Exception as e:
-        if not missing:
+        if not missing or mjx_env.MENAGERIE_PATH.exists():
             raise
         same = f"without a network try --backend envpool --env-id {env_id}-v1, which brings its assets along"
         stop(f"MuJoCo Menagerie is missing and could not be fetched ({type(e).__name__}); {same}")
@@ -82,37 +82,46 @@ def build(env_id, num_envs, place, overrides):
     def begin(carry):  # new episodes: carry has keys and counts of some envs, and gets all the rest
         later, now = jnp.moveaxis(jax.vmap(jax.random.split)(carry["key"]), 1, 0)
         state, zeros = jax.vmap(env.reset)(now), jnp.zeros_like(carry["resets"])
-        obs = jnp.nan_to_num(jax.vmap(flatten)(state.obs))  # a broken start shows at its first step, and is restarted
+        obs = jnp.nan_to_num(jax.vmap(flatten)(state.obs), posinf=0, neginf=0)  # a broken start: restarted after a step
         leaves, tree[:] = tuple(jax.tree.leaves(state)), [jax.tree.structure(state)]
         fresh = dict(state=leaves, obs=obs, key=later, clock=zeros, limit=zeros + length, returns=zeros * 0.0)
-        fresh |= dict(resets=carry["resets"] + 1, nonfinite=carry["nonfinite"])
+        fresh |= dict(resets=carry["resets"] + 1, nonfinite=carry["nonfinite"], success=zeros * jnp.nan)
         return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), fresh)  # no weak types, as in all steps
 
     def restart(todo):  # some envs of those that ended
         carry, ended = todo
         rows = jnp.nonzero(ended, size=max(1, num_envs // 16), fill_value=num_envs)[0]  # num_envs: no env, is dropped
         fresh = begin({k: carry[k].at[rows].get(mode="clip") for k in ("key", "resets", "nonfinite")})
-        carry = jax.tree.map(lambda old, new: old.at[rows].set(new.astype(old.dtype), mode="drop"), carry, fresh)
-        return carry, ended.at[rows].set(False, mode="drop")
+
+        def put(old, new):
+            if old.shape[:1] != (num_envs,) or new.shape[:1] != rows.shape:
+                return old  # Warp has arrays without an env axis (contacts of all envs): the next step fills them
+            return old.at[rows].set(new.astype(old.dtype), mode="drop")
+
+        return jax.tree.map(put, carry, fresh), ended.at[rows].set(False, mode="drop")
 
     def advance(carry, action):  # -> carry, all results in one table (E, 8 + 2 O): each array that crosses costs time
-        state, reward = jax.tree.unflatten(tree[0], carry["state"]), jnp.zeros(num_envs)
+        state, success = jax.tree.unflatten(tree[0], carry["state"]), carry["success"]
+        reward, terminated = jnp.zeros(num_envs), jnp.zeros(num_envs, bool)
         for _ in range(repeat):
             state = jax.vmap(env.step)(state, jnp.clip(action, -1, 1))
-            reward = reward + state.reward
+            reward = reward + jnp.where(terminated, 0, state.reward)
+            terminated |= state.done > 0
+            now = state.metrics.get("success", state.metrics.get("reward/success", jnp.full(num_envs, jnp.nan)))
+            success = jnp.fmax(success, jnp.where(jnp.isnan(now), now, now > 0))  # at any step of the episode
         obs = jax.vmap(flatten)(state.obs)
         bad = ~(jnp.isfinite(obs).all(1) & jnp.isfinite(reward))
         obs, reward = jnp.where(bad[:, None], carry["obs"], obs), jnp.where(bad, 0, reward)
         clock, returns = carry["clock"] + 1, carry["returns"] + reward
-        terminated = (state.done > 0) & ~bad
+        terminated &= ~bad
         whole = (terminated | (clock >= length)) & ~bad  # it ended by itself
         ended = whole | bad | (clock >= carry["limit"])
-        success = state.metrics.get("success", jnp.full(num_envs, jnp.nan))
         stats = jnp.where(whole, jnp.arange(num_envs), -1), returns, clock, success
         columns = jnp.stack([reward, terminated, ended & ~terminated, ~bad, *stats], 1).astype(jnp.float32)
         pairs = zip(jax.tree.leaves(state), carry["state"], strict=True)
         leaves = tuple(jax.lax.convert_element_type(new, old.dtype) for new, old in pairs)
-        carry = carry | dict(state=leaves, obs=obs, clock=clock, returns=returns, nonfinite=carry["nonfinite"] + bad)
+        carry = carry | dict(state=leaves, obs=obs, clock=clock, returns=returns)
+        carry |= dict(success=success, nonfinite=carry["nonfinite"] + bad)
         carry, _ = jax.lax.while_loop(lambda todo: todo[1].any(), restart, (carry, ended))
         return carry, jnp.concatenate([columns, carry["obs"], obs], 1)
 
@@ -168,7 +177,8 @@ class VecEnv:
         return self.ends
 
     def stats(self):  # of the episodes under way -> (E, 4): env, return, length, success
-        return torch.stack([self.index, self.episode_return, self.episode_length, self.index * torch.nan], 1)
+        success = torch.from_dlpack(self.carry["success"])
+        return torch.stack([self.index, self.episode_return, self.episode_length, success], 1)
 
     def tensor(self, x):
         return torch.as_tensor(x, device=self.device)
@@ -182,7 +192,7 @@ class VecEnv:
         self.carry, table = self.advance(self.carry, jax.dlpack.from_dlpack(action.detach().contiguous()))
         columns, self.obs, final_obs = torch.from_dlpack(table).split([8, *[self.obs.shape[1]] * 2], 1)
         terminated, truncated, self.valid = columns[:, 1:4].bool().unbind(1)
-        self.pending.append(columns[:, 4:])
+        self.pending.append(columns[:, 4:].clone())  # or the whole table would stay
         return self.obs, columns[:, 0], terminated, truncated, final_obs
 
 
