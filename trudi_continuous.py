@@ -38,7 +38,7 @@ from torch import nn
 
 @dataclasses.dataclass
 class Args:
-    env_id: str = "CheetahRun-v1"  # an EnvPool id, a Gymnasium id, or `module:Id` for an env of your own
+    env_id: str = "CheetahRun-v1"  # an id of EnvPool, Playground or Gymnasium, or `module:Id` for your own env
     backend: Literal["auto", "envpool", "gymnasium", "playground"] = "auto"  # auto: the first that has it, see README
     total_timesteps: int | None = None  # env steps of the whole run (default: 1M on a CPU, 50M on CUDA)
     seed: int = 1  # of the networks, the noise and the envs
@@ -203,6 +203,7 @@ class VecEnv:
         if ended.any():
             self.finished.append(self.stats(info.get("success", info.get("is_success", math.nan)))[whole])
             self.obs[ended], self.limit[ended] = self.reset_where(ended), np.inf
+        # on a CPU the tensors share the arrays' memory, which is new in every step
         return tuple(torch.as_tensor(x, device=self.device) for x in (self.obs, reward, terminated, truncated, obs))
 
 
