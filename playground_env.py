@@ -5,8 +5,9 @@
 
 The simulator is one compiled function of all envs: step, keep the true final observation, start anew, with a fresh
 random state, whatever ended. Tensors pass between torch and JAX by dlpack: no copy, no transfer, and Python reads no
-value of them. Every step writes new buffers, so what the rollout keeps is never overwritten. A fresh start can cost as
-much as hundreds of steps (CheetahRun's falls for two seconds), so it is computed for a sixteenth of the envs at a time.
+value of them. Every step returns new buffers, so what the rollout keeps is never overwritten. A fresh start can cost as
+much as hundreds of steps (CheetahRun's falls for two seconds), so it is computed for a fifteenth of the envs at a time:
+with rollouts of 64 steps, staggered episodes of 1000 steps end in 15 groups.
 
 These are other simulations than EnvPool's and dm_control's tasks of the same names: other observations, other contacts.
 """
@@ -90,7 +91,7 @@ def build(env_id, num_envs, place, overrides):
 
     def restart(todo):  # some envs of those that ended
         carry, ended = todo
-        rows = jnp.nonzero(ended, size=max(1, num_envs // 16), fill_value=num_envs)[0]  # num_envs: no env, is dropped
+        rows = jnp.nonzero(ended, size=-(-num_envs // 15), fill_value=num_envs)[0]  # num_envs: no env, is dropped
         fresh = begin({k: carry[k].at[rows].get(mode="clip") for k in ("key", "resets", "nonfinite")})
 
         def put(old, new):
@@ -127,7 +128,8 @@ def build(env_id, num_envs, place, overrides):
 
     started = time.perf_counter()
     print(f"compiling the simulator of {num_envs} envs, about a minute the first time ...", flush=True)
-    begin_all, advance, zeros = jax.jit(begin), jax.jit(advance), np.zeros(num_envs, np.int32)
+    begin_all, zeros = jax.jit(begin), np.zeros(num_envs, np.int32)
+    advance = jax.jit(advance, donate_argnums=0)  # the old carry's memory holds the new one: on a CPU a tenth faster
     counts = jax.device_put(dict(resets=zeros, nonfinite=zeros), place)
     carry = begin_all(counts | dict(key=first_keys(0, counts["resets"])))
     jax.block_until_ready(advance(carry, jax.device_put(np.zeros((num_envs, env.action_size), np.float32), place)))
@@ -154,16 +156,19 @@ class VecEnv:
         if stagger:  # first episodes end apart, or all envs would stay in step
             phase = stagger * (1 + np.arange(num_envs) * (length // stagger) // num_envs)
             self.carry["limit"] = jax.device_put(phase.astype(np.int32), place)
-        self.obs = torch.from_dlpack(self.carry["obs"])
+        self.obs = self.peek("obs")
         self.before, self.pending, self.ends = 0, [], []  # before: non-finite steps of the run that this one resumes
 
-    resets = property(lambda self: torch.from_dlpack(self.carry["resets"]).cpu())
-    episode_length = property(lambda self: torch.from_dlpack(self.carry["clock"]))
-    episode_return = property(lambda self: torch.from_dlpack(self.carry["returns"]))
+    def peek(self, name):  # a copy: the next step writes over what is carried
+        return torch.from_dlpack(self.carry[name]).clone()
+
+    resets = property(lambda self: self.peek("resets").cpu())
+    episode_length = property(lambda self: self.peek("clock"))
+    episode_return = property(lambda self: self.peek("returns"))
 
     @property
     def nonfinite(self):
-        return self.before + int(torch.from_dlpack(self.carry["nonfinite"]).sum())
+        return self.before + int(self.peek("nonfinite").sum())
 
     @nonfinite.setter
     def nonfinite(self, count):
@@ -177,15 +182,11 @@ class VecEnv:
         return self.ends
 
     def stats(self):  # of the episodes under way -> (E, 4): env, return, length, success
-        success = torch.from_dlpack(self.carry["success"])
-        return torch.stack([self.index, self.episode_return, self.episode_length, success], 1)
-
-    def tensor(self, x):
-        return torch.as_tensor(x, device=self.device)
+        return torch.stack([self.index, self.episode_return, self.episode_length, self.peek("success")], 1)
 
     def reset(self):
         self.carry = self.begin({k: self.carry[k] for k in ("key", "resets", "nonfinite")})
-        self.pending, self.ends, self.obs = [], [], torch.from_dlpack(self.carry["obs"])
+        self.pending, self.ends, self.obs = [], [], self.peek("obs")
         return self.obs
 
     def step(self, action):
