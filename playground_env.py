@@ -6,8 +6,8 @@
 The simulator is one compiled function of all envs: step, keep the true final observation, start anew, with a fresh
 random state, whatever ended. Tensors pass between torch and JAX by dlpack: no copy, no transfer, and Python reads no
 value of them. Every step returns new buffers, so what the rollout keeps is never overwritten. A fresh start can cost as
-much as hundreds of steps (CheetahRun's falls for two seconds), so it is computed for a fifteenth of the envs at a time:
-with rollouts of 64 steps, staggered episodes of 1000 steps end in 15 groups.
+much as hundreds of steps (CheetahRun's falls for two seconds), so it is computed for as many envs at a time as end
+together in a training: staggered episodes of 1000 steps end in 31 groups with a CPU's rollouts, in 7 with CUDA's.
 
 These are other simulations than EnvPool's and dm_control's tasks of the same names: other observations, other contacts.
 """
@@ -78,6 +78,7 @@ def build(env_id, num_envs, place, overrides):
     """Compile the simulator for so many envs, once per process. -> env, episode length, begin, advance"""
     env, config = load(env_id, place.platform == "cpu", overrides)
     length, repeat = config.episode_length // config.action_repeat, config.action_repeat
+    group = -(-num_envs // (31 if place.platform == "cpu" else 7))  # envs that start anew at a time
     tree = []  # the structure of the simulator's state, which is carried as a plain tuple: calls are cheaper so
 
     def begin(carry):  # new episodes: carry has keys and counts of some envs, and gets all the rest
@@ -91,7 +92,7 @@ def build(env_id, num_envs, place, overrides):
 
     def restart(todo):  # some envs of those that ended
         carry, ended = todo
-        rows = jnp.nonzero(ended, size=-(-num_envs // 15), fill_value=num_envs)[0]  # num_envs: no env, is dropped
+        rows = jnp.nonzero(ended, size=group, fill_value=num_envs)[0]  # num_envs: no env, is dropped
         fresh = begin({k: carry[k].at[rows].get(mode="clip") for k in ("key", "resets", "nonfinite")})
 
         def put(old, new):
@@ -200,7 +201,7 @@ class VecEnv:
 def bench(env_id, num_envs=128, steps=15, rounds=60, device="cpu"):
     """The bare compiled step of an env, in turns with this adapter, without and with the restarts of a training."""
     torch.set_num_threads(1)  # as in a training
-    envs = [VecEnv("playground", env_id, num_envs, 1, device, stagger=n) for n in (0, 64)]
+    envs = [VecEnv("playground", env_id, num_envs, 1, device, stagger=n) for n in (0, 32)]
     actions = (torch.rand(steps, num_envs, envs[0].action_dim, device=device) * 2 - 1).unbind()
     env = load(env_id, device == "cpu", ())[0]
     step, state = jax.jit(jax.vmap(env.step)), jax.jit(jax.vmap(env.reset))(envs[0].carry["key"])
