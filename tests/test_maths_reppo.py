@@ -43,7 +43,7 @@ def float64():
 def make_args(**changes):
     sizes = dict(num_envs=6, num_steps=5, num_minibatches=1, update_epochs=1, hidden_size=16, policy_delay=1)
     values = dict(gamma=0.9, vmin=-10.0, vmax=10.0, alpha_init=0.3, lambda_init=0.7, normalise_reward=False)
-    steps = dict(learning_rate=3e-4, actor_learning_rate=2e-3, anneal=0.0, kl_bound=0.1)
+    steps = dict(learning_rate=3e-4, actor_learning_rate=2e-3, anneal=0.0, kl_bound=0.1, max_grad_norm=0.5)
     return Args(**sizes | values | steps | changes)
 
 
