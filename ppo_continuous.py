@@ -464,9 +464,9 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         self.last, step, speed = self.last | known, row["global_step"], row["charts/sps"]
         width = os.get_terminal_size().columns - 1 if sys.stdout.isatty() else 0
         if width or "eval/return" in known:
-            last = [self.last.get(key, math.nan) for key in ("charts/episode_return", "eval/return")]
-            text = f"[{'#' * (20 * step // self.total):.<20}] {step:,}/{self.total:,}  return {last[0]:.1f}"
-            text += f"  eval {last[1]:.1f}  " + PROGRESS.format_map(vars(self.args) | row)
+            last = [f"{self.last[k]:.1f}" if k in self.last else "-" for k in ("charts/episode_return", "eval/return")]
+            text = f"[{'#' * (20 * step // self.total):.<20}] {step:,}/{self.total:,}  return {last[0]}"
+            text += f"  eval {last[1]}  " + PROGRESS.format_map(vars(self.args) | row)
             text += f"  {speed:,.0f} steps/s  {(self.total - step) / speed / 60:.1f} min left"
             print(f"\r{text[:width]}\033[K" if width else text, end="" if width else "\n", flush=True)
         if "eval/return" in known:  # a new point for curve.png

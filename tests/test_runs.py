@@ -450,6 +450,13 @@ def test_nonfinite_parameters_stop_the_run(monkeypatch, tmp_path):
     assert steps(folder) == [64, 128, 192, 256, 320, 384]
 
 
+@every_script
+def test_progress_before_a_first_episode_ended(script, tmp_path):
+    out = train(tmp_path / "run", iterations=1, env=["--env-id", "Pendulum-v1"], script=script).out  # of 200 steps each
+    line = next(x for x in out.splitlines() if " steps/s " in x)
+    assert re.search(r" return -  eval -\d+\.\d  ", line) and "nan" not in line
+
+
 # --- bench, tracking, video, docs ---
 
 
