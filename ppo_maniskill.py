@@ -64,7 +64,7 @@ class Args:
     entropy_coef: float | None = None  # weight of the entropy bonus
     init_std: float = 0.5  # initial standard deviation of the policy, the same in all states
     learning_rate: float | None = None  # Adam's step size, or its start
-    schedule: Literal["auto", "adaptive", "linear", "fixed"] = "auto"  # by KL | to zero | auto: adaptive, SPO fixed
+    schedule: Literal["auto", "adaptive", "linear", "fixed"] | None = None  # by KL | to zero | auto: by KL, SPO fixed
     desired_kl: float | None = None  # an adaptive step size shrinks above twice this KL and grows below half of it
     max_grad_norm: float = 1.0  # the gradient is clipped to this norm
     eval_points: int = 20  # evaluations during training, evenly spaced; each one also saves a checkpoint
@@ -76,9 +76,9 @@ class Args:
 
 SUITES = {"ManiSkill": dict(gamma=0.8, normalise_reward=True)}  # gamma is set by the task: 1 - 10/(steps of an episode)
 SIZED = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size".split()
-SIZED += ["entropy_coef", "learning_rate", "desired_kl"]
-SIZES = {"cuda": (5 * 10**7, 1024, 128, 32, 5, 256, 0.001, 1e-3, 0.01)}
-SIZES["cpu"] = (10**6, 64, 32, 8, 5, 128, 0, 1e-3, 0.01)
+SIZED += ["entropy_coef", "learning_rate", "desired_kl", "schedule"]
+SIZES = {"cuda": (5 * 10**7, 1024, 128, 32, 5, 256, 0.001, 1e-3, 0.01, "auto")}
+SIZES["cpu"] = (10**6, 64, 32, 8, 5, 128, 0, 1e-3, 0.01, "auto")
 SAMPLERS, METRICS = ("mean", "sample"), ("return", "length", "success_once", "success_at_end")
 SCRIPT, RENDERER = Path(__file__).stem, "physx_cpu"  # it simulates the video's one env, which needs Vulkan
 HOT = "policy_loss", "td_lambda_targets"  # what --compile compiles

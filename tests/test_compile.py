@@ -17,7 +17,7 @@ CRITIC = SIZES | dict(num_bins=11, vmin=-10.0, vmax=10.0, alpha_init=0.1, lambda
 ARGS = {
     trudi: dict(CRITIC, diffusion_steps=2),
     reppo: CRITIC,
-    ppo: dict(SIZES, entropy_coef=0.01, learning_rate=1e-3, desired_kl=0.01),
+    ppo: dict(SIZES, entropy_coef=0.01, learning_rate=1e-3, desired_kl=0.01, schedule="auto"),
 }
 
 

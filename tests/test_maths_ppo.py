@@ -42,7 +42,8 @@ def float64():
 
 def make_args(**changes):
     sizes = dict(num_envs=6, num_steps=5, num_minibatches=1, update_epochs=1, hidden_size=16)
-    values = dict(gamma=0.9, entropy_coef=0.02, learning_rate=1e-3, desired_kl=0.01, normalise_reward=False)
+    values = dict(gamma=0.9, entropy_coef=0.02, learning_rate=1e-3, desired_kl=0.01, schedule="auto")
+    values |= dict(normalise_reward=False)
     return Args(**sizes | values | changes)
 
 
