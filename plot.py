@@ -15,6 +15,7 @@ What is counted, and how:
   that ended before the others keeps its last value; from where the first run of a group ended the line is dashed.
 - The aggregate is the IQM (mean of the middle half of all runs x tasks) with a 95 % stratified bootstrap interval: runs
   are resampled within each task. It takes the tasks that all algorithms have, a suite at a time, DMC returns / 1000.
+  "At the end" is after equal steps; "at equal time" is when the first run of any algorithm on the task came to its end.
 - Up to five seeds every run is drawn: the bootstrap's nominal 95 % covers only 80 to 90 % then.
 """
 
@@ -325,6 +326,18 @@ def final_values(groups, tasks, name, suite):
     return values if all(map(len, values)) else []
 
 
+def values_at_equal_time(groups, tasks, name, suite):
+    """-> as final_values, each task at the moment when the first of all algorithms' runs on it came to its end"""
+    values = []
+    for env in tasks:
+        ends = [r.points[1, -1] for (e, _), g in groups.items() if e == env for r in g if r.points.size and r.ended]
+        runs = [r for r in groups[env, name] if r.points.size]
+        if not ends or not runs or not np.isfinite(ends + [x for r in runs for x in r.points[1]]).all():
+            return []
+        values.append(np.concatenate([on_grid(r, [min(ends)], 1) for r in runs]) / SCALES[suite])
+    return values
+
+
 def show(x):
     return f"{x:.0f}" if abs(x) >= 20 else f"{x:.2f}"
 
@@ -347,22 +360,30 @@ def row(env, name, runs):
     return f"| {' | '.join([*cells, other, f'{np.mean(minutes):.0f}' if minutes else '-'])} |"
 
 
+def with_interval(tasks):
+    low, high = bootstrap(tasks)
+    interval = f"{low:.3f} to {high:.3f}" if max(map(len, tasks)) > 1 else "- (one seed)"
+    return f"**{iqm(np.concatenate(tasks)):.3f}** | {interval}"
+
+
 def report(groups):
     """-> Markdown"""
     header = "env | algorithm | steps | seeds that ended | each seed | mean | other samplers | minutes per run"
     lines = [f"| {header} |", "|" + "---|" * 8] + [row(*key, runs) for key, runs in groups.items()]
     for suite, (tasks, names) in aggregates(groups).items():
         lines += ["", f"{suite}, {scale_text(suite)}, over the tasks that all have: {', '.join(tasks)}.", ""]
-        lines += ["| algorithm | IQM | 95 % interval | mean | runs | seeds per task |", "|---|---|---|---|---|---|"]
+        titles = "algorithm | IQM at the end | 95 % interval | mean | IQM at equal time | 95 % interval | runs | seeds per task"
+        lines += [f"| {titles} |", "|" + "---|" * 8]
         for name in names:
             values = final_values(groups, tasks, name, suite)
             if not values:
-                lines.append(f"| {name} | - | - | - | - | a task has no value |")
+                lines.append(f"| {name} | - | - | - | - | - | - | a task has no value |")
                 continue
-            (low, high), x, counts = bootstrap(values), np.concatenate(values), sorted(map(len, values))
+            x, counts = np.concatenate(values), sorted(map(len, values))
             seeds = f"{counts[0]}" + (f" to {counts[-1]}" if counts[-1] > counts[0] else "")
-            interval = f"{low:.3f} to {high:.3f}" if counts[-1] > 1 else "- (one seed)"
-            lines.append(f"| {name} | **{iqm(x):.3f}** | {interval} | {x.mean():.3f} | {len(x)} | {seeds} |")
+            early = values_at_equal_time(groups, tasks, name, suite)
+            early = with_interval(early) if early else "- | -"
+            lines.append(f"| {name} | {with_interval(values)} | {x.mean():.3f} | {early} | {len(x)} | {seeds} |")
     lone = {runs[0].suite for runs in groups.values()} - set(aggregates(groups))
     notes = [
         f"No aggregate for {s}: " + ("no task is common to all" if s in SCALES else "no common scale") for s in lone

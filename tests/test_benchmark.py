@@ -565,6 +565,26 @@ def test_wall_clock(tmp_path):
     assert text.startswith("minutes") and ends == {"TruDi": 2.0, "REPPO": 1.0}
 
 
+def test_aggregate_at_equal_time(tmp_path):
+    """Each task when its fastest run came to its end; a run that crashed earlier does not set the clock."""
+    for seed in (1, 2):
+        fake_run(tmp_path / f"trudi/CheetahRun-v1_{seed}", [100, 200, 300, 400 * seed], seconds=60, final=900)
+        fake_run(tmp_path / f"reppo/CheetahRun-v1_{seed}", [100, 200, 300, 400], seconds=45)
+        fake_run(tmp_path / f"trudi/WalkerWalk-v1_{seed}", [0, 500], seconds=60)
+        fake_run(tmp_path / f"reppo/WalkerWalk-v1_{seed}", [600, 700], seconds=120)
+    fake_run(tmp_path / "reppo/CheetahRun-v1_3", [50], seconds=45, ended=False)
+    rows = table(plot.report(plot.load([tmp_path])))
+    early = {k[0]: row[4:6] for k, row in rows.items() if k[0] in ("TruDi", "REPPO")}
+    assert early["TruDi"][0] == f"**{brute_iqm([0.3, 0.3, 0.5, 0.5]):.3f}**"  # after 180 and 120 seconds
+    assert early["REPPO"][0] == f"**{brute_iqm([0.4, 0.4, 0.05, 0.6, 0.6]):.3f}**"
+    assert early["TruDi"][1] == "0.400 to 0.400"  # both runs of each task are the same, and tasks are not resampled
+    shutil.rmtree(tmp_path / "reppo/CheetahRun-v1_3")
+    text = (tmp_path / "reppo/CheetahRun-v1_1/metrics.csv").read_text().replace("time/elapsed", "other")
+    (tmp_path / "reppo/CheetahRun-v1_1/metrics.csv").write_text(text)  # without times there is no such column
+    rows = table(plot.report(plot.load([tmp_path / "reppo", tmp_path / "trudi"])))
+    assert all(row[4:6] == ["-", "-"] for k, row in rows.items() if k[0] in ("TruDi", "REPPO"))
+
+
 def test_aggregate_takes_common_tasks_of_a_suite(tmp_path):
     fake_run(tmp_path / "trudi/CheetahRun-v1_1", [400])
     fake_run(tmp_path / "trudi/WalkerWalk-v1_1", [1000])
