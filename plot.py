@@ -372,7 +372,8 @@ def report(groups):
     lines = [f"| {header} |", "|" + "---|" * 8] + [row(*key, runs) for key, runs in groups.items()]
     for suite, (tasks, names) in aggregates(groups).items():
         lines += ["", f"{suite}, {scale_text(suite)}, over the tasks that all have: {', '.join(tasks)}.", ""]
-        titles = "algorithm | IQM at the end | 95 % interval | mean | IQM at equal time | 95 % interval | runs | seeds per task"
+        interval, counts = "95 % interval", "runs | seeds per task"
+        titles = f"algorithm | IQM at the end | {interval} | mean | IQM at equal time | {interval} | {counts}"
         lines += [f"| {titles} |", "|" + "---|" * 8]
         for name in names:
             values = final_values(groups, tasks, name, suite)
