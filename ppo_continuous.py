@@ -453,7 +453,7 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         rows = self.path.read_text().splitlines(True) if step and self.path.exists() else []
         kept = [r for r in rows[1:] if r.endswith("\n") and int(r.split(",")[0]) <= step]  # later ones will come again
         self.path.write_text("".join(rows[:1] + kept))
-        self.wandb = wandb and wandb.init(name=run_dir.name, config=vars(args), dir=str(run_dir))
+        self.wandb = wandb and wandb.init(name=run_dir.name, config=vars(args), dir=str(run_dir), resume="auto")
 
     def add(self, row):
         known = {k: v for k, v in row.items() if v is not None and v == v}

@@ -483,11 +483,19 @@ def test_without_track_wandb_is_not_imported(tmp_path):
 def test_track_offline(tmp_path):
     folder = tmp_path / "run"
     home = {k: str(tmp_path) for k in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
-    flags = ["--run-dir", folder, "--total-timesteps", 64, "--track"]
-    process = start(*TINY, *CLOCK, *flags, WANDB_MODE="offline", **home)
+    process = start(
+        *TINY, *CLOCK, "--run-dir", folder, "--total-timesteps", 64 * 10**6, "--track", WANDB_MODE="offline", **home
+    )
+    wait_for(lambda: len(steps(folder)) > 1, process)
+    process.terminate()
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in err, err
+    flags = ["--resume", folder, "--total-timesteps", steps(folder)[-1] + 64, "--track"]
+    process = start(*flags, WANDB_MODE="offline", **home)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "Traceback" not in err, err
-    assert list(folder.glob("wandb/offline-run-*/*.wandb")) and steps(folder) == [64]
+    logs = list(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len(logs) == 2 and len({log.name for log in logs}) == 1  # named by the run's id: a resumed run stays one run
 
 
 def test_video(clock, tmp_path):
