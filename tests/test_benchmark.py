@@ -682,6 +682,14 @@ def test_committed_runs_give_the_tables_of_the_readme(tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 10_000
 
 
+def test_the_laptop_grid_is_shown_in_the_readme():
+    """Its table, aggregate and notes stand there as plot.py prints them, with the number of its runs."""
+    text = (ROOT / "README.md").read_text()
+    assert plot.report(plot.load([ROOT / "results/laptop"])) in text
+    finished = len(list((ROOT / "results/laptop").glob("*/*/eval.json")))
+    assert f"{finished} of its 72 runs" in text
+
+
 # docs/figures/samplers.py
 
 
