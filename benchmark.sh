@@ -133,7 +133,7 @@ fi
 
 if [[ $mode == slurm ]]; then
   ((total <= 1000)) || echo "note: $total tasks; many clusters take 1000 an array at most, so split it by --seeds" >&2
-  words=(bash "$root/benchmark.sh" "$grid" --out "$out" --from "$from")
+  words=(bash "$(realpath "$0")" "$grid" --out "$(realpath -m "$out")" --from "$(realpath -m "$from")")
   [[ -z $envs ]] || words+=(--envs "$envs")
   [[ -z $seeds ]] || words+=(--seeds "$seeds")
   [[ -z $only ]] || words+=(--only "$only")
@@ -192,12 +192,16 @@ execute() { # a run, in a subshell of its own; its output goes to a file
   mkdir -p "$dir"
   local log=$dir/output.txt start=$SECONDS
   exec 9>>"$log"
-  flock -n 9 || { echo "$dir is in use by another process" && return 1; } # which holds the lock for as long as it lives
+  local rc=0
+  flock -n -E 75 9 || rc=$?
+  ((rc != 75)) || { echo "$dir is in use by another process" && return 1; } # which holds the lock for as long as it lives
+  ((rc == 0)) || echo "warning: no locks on this file system: start each grid once only"
   echo "$state $label $env seed $seed"
   [[ $state != evaluate ]] || link_source >>"$log" 2>&1 || return 1
   "${command[@]}" >>"$log" 2>&1 &
   trap 'kill -TERM $! 2>/dev/null' TERM # the script saves a checkpoint and ends
-  wait $! || wait $!                    # a trapped signal ends the first wait
+  wait $! || wait $! && rc=0 || rc=$?   # a trapped signal ends the first wait
+  ((rc == 0)) || echo "$(tail -n 1 "$log") (it ended with code $rc)" >>"$log"
   [[ $state != evaluate || ! -e $dir/eval_source.json ]] || mv "$dir/eval_source.json" "$dir/eval.json"
   [[ -e $dir/eval.json ]] && echo "finished $label $env seed $seed in $((SECONDS - start)) s"
 }

@@ -2,6 +2,7 @@
 
     python plot.py results/laptop --out results/figures
     python plot.py results/trudi_continuous results/reppo_continuous results/ppo_continuous   # the tables alone
+    python plot.py results/ablation-sampler --brief                                           # one small table
 
 A run is a folder with metrics.csv (and args.json, eval.json, where they are), at any depth, or a CSV with `global_step`
 and a column of returns. Its algorithm is the folder above it: <algorithm>/<env>_<seed>. Written: <env>.png for each
@@ -10,7 +11,9 @@ task, tasks.png with all of them, aggregate_<suite>.png; the tables go to the te
 What is counted, and how:
 - The final value of a run is eval.json's mean under the run's own sampler: the last policy, not the best one. Without
   eval.json it is the last evaluation. A run that crashed or is not at its end counts with it too, and is listed; one
-  without any evaluation is listed as such. None is left out silently.
+  without any evaluation counts with 0 where nothing is lower (DMC, success), else it is listed only.
+- Runs of an algorithm on a task do the same work per step, so where one took longer it was another machine or other
+  load: the times of all are counted at the pace of the fastest. Compare algorithms only by runs of one kind of machine.
 - Evaluations lie at different steps (and times) in different runs: they are interpolated linearly onto one grid. A run
   that ended before the others keeps its last value; from where the first run of a group ended the line is dashed.
 - The aggregate is the IQM (mean of the middle half of all runs x tasks) with a 95 % stratified bootstrap interval: runs
@@ -38,6 +41,7 @@ COLOURS = dict(zip(NAMES.values(), "blue orange green red purple brown pink gray
 COLOURS = {name: f"tab:{colour}" for name, colour in COLOURS.items()}
 SCALES = {"DMC": 1000.0, "humanoid": 1.0, "ManiSkill": 1.0}  # suites whose tasks share a scale, and that scale
 SCALES |= {"DMC by Playground": 1000.0, "humanoid by Playground": 1.0}  # other simulations than EnvPool's: never mixed
+FLOOR = {"DMC": 0.0, "DMC by Playground": 0.0, "ManiSkill": 0.0}  # what a run counts with that came to no evaluation
 METRICS = {"ManiSkill": "success_once"}  # what is plotted where it is not the return
 DMC = r"(Acrobot|BallInCup|Cartpole|Cheetah|Finger|Fish|Hopper|Humanoid|Pendulum|Reacher|Walker|Swimmer|PointMass)[A-Z]"
 RETURNS = "charts/episode_return", "charts/episodic_return", "episode_return", "return"  # of training episodes
@@ -57,7 +61,7 @@ class Run:
     settings: dict  # of args.json
     points: np.ndarray  # (3, P): steps, seconds, values of its evaluations
     budget: tuple  # steps and seconds at the end of the log
-    final: float  # nan where it has no evaluation at all
+    final: float  # without any evaluation FLOOR, or nan
     others: dict  # final values under the other samplers
     ended: bool | None  # it came to its end; None: a bare CSV does not tell
 
@@ -126,12 +130,12 @@ def read_run(path, metric=None):
     points = np.array([[number(r.get(k)) for k in columns] for r in rows]).T
     budget = (points[0, -1], points[1, -1]) if len(rows) else (np.nan, np.nan)
     points = points[:, np.isfinite(points[-1]) & np.isfinite(points[0])] if len(rows) else np.empty((3, 0))
-    final, others = points[2, -1] if points.size else np.nan, {}
+    final, others = points[2, -1] if points.size else FLOOR.get(suite, np.nan) if own else np.nan, {}
     if ended := own and (folder / "eval.json").exists():
         table = json.loads((folder / "eval.json").read_text())
-        table = {s: t["mean" if metric == "return" else metric] for s, t in table.items()}
+        table = {s: number(t.get("mean" if metric == "return" else metric)) for s, t in table.items()}
         final = table.pop(settings.get("eval_sampler", next(iter(table))))
-        others = {s: v for s, v in table.items() if v is not None}
+        others = {s: v for s, v in table.items() if np.isfinite(v)}
     algorithm = display_name(folder.parent.name if own else folder.name, settings)
     if keys and keys[0] in RETURNS:
         algorithm += ", training episodes"
@@ -159,6 +163,8 @@ def load(paths, metric=None):
         groups.setdefault((run.env, run.algorithm), []).append(run)
     if not groups:
         stop(f"no runs in {', '.join(map(str, paths))}: looking for metrics.csv")
+    for runs in groups.values():
+        same_clock(runs)
     known = list(COLOURS)
 
     def order(key):  # fixed names first; numbers in names by their value
@@ -167,6 +173,22 @@ def load(paths, metric=None):
         return key[0], base, [float(x) if x[0].isdigit() else 0 for x in re.findall(r"[\d.]*\d|\D+", name)], name
 
     return {k: groups[k] for k in sorted(groups, key=order)}
+
+
+def differing(runs):
+    """-> settings that should be equal within a group and are not"""
+    first = runs[0].settings
+    return sorted({k for r in runs for k in set(r.settings) & set(first) - OTHER if r.settings[k] != first[k]})
+
+
+def same_clock(runs):
+    """Scales the seconds of equal work to the pace of the fastest run; where settings differ the work may, too."""
+    paces = {id(r): r.budget[1] / r.budget[0] for r in runs if np.isfinite(r.budget).all()}
+    fastest = min([paces[id(r)] for r in runs if r.ended and id(r) in paces], default=None)
+    for run in [] if fastest is None or differing(runs) else runs:
+        if id(run) in paces:
+            run.points[1] *= fastest / paces[id(run)]
+            run.budget = run.budget[0], run.budget[0] * fastest
 
 
 def stop(sentence):
@@ -362,13 +384,14 @@ def row(env, name, runs):
 
 def with_interval(tasks):
     low, high = bootstrap(tasks)
-    interval = f"{low:.3f} to {high:.3f}" if max(map(len, tasks)) > 1 else "- (one seed)"
+    lone = sum(len(x) == 1 for x in tasks)  # they cannot vary, so an interval would be too narrow
+    interval = f"- ({counted(lone, 'task')} with one seed)" if lone else f"{low:.3f} to {high:.3f}"
     return f"**{iqm(np.concatenate(tasks)):.3f}** | {interval}"
 
 
 def report(groups):
     """-> Markdown"""
-    header = "env | algorithm | steps | seeds that ended | each seed | mean | other samplers | minutes per run"
+    header = "env | algorithm | steps | seeds that ended | each seed | mean | other samplers | minutes, fastest run"
     lines = [f"| {header} |", "|" + "---|" * 8] + [row(*key, runs) for key, runs in groups.items()]
     for suite, (tasks, names) in aggregates(groups).items():
         lines += ["", f"{suite}, {scale_text(suite)}, over the tasks that all have: {', '.join(tasks)}.", ""]
@@ -397,19 +420,39 @@ def report(groups):
                     f"counts with {show(run.final)}" if np.isfinite(run.final) else "has no value and counts nowhere"
                 )
                 notes.append(f"* Not at its end: {name} on {env}, seed {run.seed}, {at}; {value}")
-        first = runs[0].settings
-        changed = {k for r in runs for k in set(r.settings) & set(first) - OTHER if r.settings[k] != first[k]}
-        if changed:
-            notes.append(f"Warning: the runs of {name} on {env} differ in {', '.join(sorted(changed))}")
+        if changed := differing(runs):
+            notes.append(f"Warning: the runs of {name} on {env} differ in {', '.join(changed)}")
         if len({r.seed for r in runs}) < len(runs):
             notes.append(f"Warning: {name} on {env} has several runs of the same seed")
     return "\n".join(lines + ([""] + notes if notes else []))
+
+
+def brief(groups):
+    """-> Markdown: a row an algorithm, a column a task with the mean over its runs, then the aggregate of each suite"""
+    envs, names = list(dict.fromkeys(e for e, _ in groups)), list(dict.fromkeys(n for _, n in groups))
+    suites = {s: tasks for s, (tasks, _) in aggregates(groups).items() if len(tasks) > 1}
+    titles = ["algorithm", *envs, *(f"{s}: IQM of {len(tasks)} tasks | 95 % interval" for s, tasks in suites.items())]
+    lines = [f"| {' | '.join([*titles, 'runs'])} |"]
+    lines.append("|" + "---|" * (lines[0].count("|") - 1))
+    for name in names:
+        runs = {env: groups.get((env, name), []) for env in envs}
+        finals = {env: [r.final for r in rs if np.isfinite(r.final)] for env, rs in runs.items()}
+        stars = {env: "*" * any(r.ended is False for r in rs) for env, rs in runs.items()}
+        cells = [(show(np.mean(x)) if x else "-") + stars[env] for env, x in finals.items()]
+        for suite, tasks in suites.items():
+            values = final_values(groups, tasks, name, suite) if all(finals[env] for env in tasks) else []
+            cells.append(with_interval(values) if values else "- | -")
+        lines.append(f"| {' | '.join([name, *cells, str(sum(map(len, finals.values())))])} |")
+    if late := [r for rs in groups.values() for r in rs if r.ended is False]:
+        lines += ["", f"* Not at their end: {counted(len(late), 'run')}, counted with the last value or 0."]
+    return "\n".join(lines)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", help="folders of runs, or CSVs")
     parser.add_argument("--out", type=Path, help="folder of the figures (default: tables only)")
+    parser.add_argument("--brief", action="store_true", help="one small table: algorithms by tasks, with the aggregate")
     parser.add_argument(
         "--metric", help="such as return or success_at_end (default: success_once for ManiSkill, else return)"
     )
@@ -418,7 +461,7 @@ def main(argv=None):
         METRICS.update(dict.fromkeys(["other", "HumanoidBench", *SCALES], args.metric))
         SCALES.update({} if args.metric == "return" else dict.fromkeys(SCALES, 1.0))
     groups = load(args.paths)
-    print(report(groups))
+    print(brief(groups) if args.brief else report(groups))
     if args.out:
         print(f"\nwritten to {args.out}: {', '.join(draw(groups, args.out))}")
 

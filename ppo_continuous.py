@@ -401,7 +401,8 @@ def report(agent, make_envs, args, run_dir, device):  # all samplers on the same
         table[sampler] = dict(mean=x.mean(), std=x.std(), returns=x.tolist()) | means
         success = "".join(f"   {k} {v:.2f}" for k, v in means.items() if v is not None and "success" in k)
         print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}{success}")
-    (run_dir / name).write_text(json.dumps(table, indent=1))
+    (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
+    os.replace(run_dir / "eval.tmp", run_dir / name)  # its presence says that the run is finished
     try:
         if args.capture_video:
             envs, frames = VecEnv(RENDERER, args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
@@ -438,9 +439,8 @@ class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png
         self.path, self.args, self.total, self.last = run_dir / "metrics.csv", args, total, {}
         git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
         about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
-        installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
         names = "torch numpy gymnasium envpool mujoco mani-skill playground mujoco-mjx jax".split()
-        about |= {k: installed[k] for k in names if k in installed}
+        about |= {k: d.version for d in importlib.metadata.distributions() if (k := d.name.replace("_", "-")) in names}
         try:
             wandb = importlib.import_module("wandb") if args.track else None
             run_dir.mkdir(parents=True, exist_ok=True)

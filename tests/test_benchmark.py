@@ -212,7 +212,8 @@ def test_failures_are_listed_and_the_others_run(grid):
     out, err = grid.run("smoke", "--envs", "Pendulum-v1", code=1)
     assert "2 of 4 runs of smoke are finished" in out
     assert "error: 2 of 4 runs failed:" in err
-    assert "reppo Pendulum-v1 seed 1: error: the simulator is on fire" in err and "ppo Pendulum-v1 seed 1" in err
+    assert "  reppo Pendulum-v1 seed 1: error: the simulator is on fire (it ended with code 1)" in err
+    assert re.search(r"^  ppo Pendulum-v1 seed 1: .*\(it ended with code 137\)$", err, re.M)  # killed without a word
     assert "trudi" not in err and "dime" not in err
     (grid.root / "wishes/reppo_Pendulum-v1_1").unlink()
     (grid.root / "wishes/ppo_Pendulum-v1_1").unlink()
@@ -292,7 +293,7 @@ def test_sampler_ablation_evaluates_finished_runs(grid):
     assert made["eval_sampler"] == "best-of-k" and made["eval_best_of"] == 20
     assert (grid.root / "results/laptop/trudi/CheetahRun-v1_1/checkpoint.pt").read_text() == "weights"
     finals = {r.seed: r.final for r in plot.load([out / "trudi_sde"])["CheetahRun-v1", "TruDi sde"]}
-    assert finals["1"] == 2.0 and np.isnan(finals["2"])  # the sampler that was asked for; the other is not lost
+    assert finals == {"1": 2.0, "2": 0.0}  # the sampler that was asked for; the other is not lost
 
 
 def test_slurm_prints_an_array_job(grid):
@@ -300,6 +301,7 @@ def test_slurm_prints_an_array_job(grid):
     assert "#SBATCH --array=0-159%16" in out and "--gres=gpu:1" in out and out.startswith("#!") and not err
     assert "gpu" not in grid.run("laptop", "--slurm")[0]
     assert "split it by --seeds" in grid.run("paper-humanoidbench", "--slurm")[1]
+    assert f"'{grid.root}/benchmark.sh'" in out and f"'{grid.root}/results/paper-dmc'" in out  # for any folder
     assert not grid.calls()
 
 
@@ -486,6 +488,26 @@ def test_report_of_finished_runs(tmp_path):
     assert "over the tasks that all have: CheetahRun-v1, WalkerWalk-v1." in text
 
 
+def test_brief_report(tmp_path):
+    for seed, final in ((1, 500), (2, 700)):
+        fake_run(tmp_path / f"trudi/CheetahRun-v1_{seed}", [1], final=final)
+        fake_run(tmp_path / f"trudi/WalkerWalk-v1_{seed}", [1], final=final + 100)
+        fake_run(tmp_path / f"reppo/CheetahRun-v1_{seed}", [1], final=final)
+    groups = plot.load([tmp_path])
+    assert table(plot.brief(groups))["REPPO", "600"][1:] == ["600", "-", "2"]  # no task but one is common: no aggregate
+    for seed in (1, 2):
+        fake_run(tmp_path / f"reppo/WalkerWalk-v1_{seed}", [300], ended=seed == 1)
+    (tmp_path / "reppo/WalkerWalk-v1_3").mkdir()
+    (tmp_path / "reppo/WalkerWalk-v1_3/output.txt").write_text("error")
+    text = plot.brief(plot.load([tmp_path]))
+    rows, (low, high) = table(text), plot.bootstrap([np.array([0.5, 0.7]), np.array([0.6, 0.8])])
+    want = [f"**{brute_iqm([0.5, 0.7, 0.6, 0.8]):.3f}**", f"{low:.3f} to {high:.3f}", "4"]
+    assert rows["TruDi", "600"][2:] == ["700", *want]
+    assert rows["REPPO", "600"][2] == "200*" and rows["REPPO", "600"][-1] == "5"  # (300 + 300 + 0) / 3
+    assert "* Not at their end: 2 runs" in text
+    plot.main([str(tmp_path), "--brief"])
+
+
 def test_the_final_value_is_that_of_the_runs_own_sampler(tmp_path):
     fake_run(tmp_path / "trudi/CheetahRun-v1_1", [100], final=500, eval_sampler="sde")
     row = table(plot.report(plot.load([tmp_path])))["CheetahRun-v1", "TruDi"]
@@ -499,10 +521,15 @@ def test_crashed_runs_count_and_are_named(tmp_path):
     (tmp_path / "trudi/CheetahRun-v1_3/output.txt").write_text("error")
     text = plot.report(plot.load([tmp_path]))
     row = table(text)["CheetahRun-v1", "TruDi"]
-    assert row[3:6] == ["1 of 3", "800, 200*, none*", "**500**"] and row[2] == "200 to 300"
+    assert row[3:6] == ["1 of 3", "800, 200*, 0.00*", "**333**"] and row[2] == "200 to 300"
     assert "* Not at its end: TruDi on CheetahRun-v1, seed 2, at step 200; counts with 200" in text
-    assert "seed 3, before its first row; has no value and counts nowhere" in text
-    assert "| TruDi | **0.500** |" in text
+    assert "seed 3, before its first row; counts with 0.00" in text  # no return of DMC is lower
+    assert f"| TruDi | **{brute_iqm([0.8, 0.2, 0]):.3f}** |" in text
+    fake_run(tmp_path / "trudi/Pendulum-v1_1", [-200], suite="other")
+    fake_run(tmp_path / "trudi/Pendulum-v1_2", [], suite="other", ended=False)
+    text = plot.report(plot.load([tmp_path]))
+    assert table(text)["Pendulum-v1", "TruDi"][4:6] == ["-200, none*", "**-200**"]  # here 0 would be a triumph
+    assert "seed 2, before its first row; has no value and counts nowhere" in text
 
 
 def test_torn_and_empty_logs(tmp_path):
@@ -513,7 +540,7 @@ def test_torn_and_empty_logs(tmp_path):
     fake_run(tmp_path / "trudi/CheetahRun-v1_3", [5], ended=False)
     (tmp_path / "trudi/CheetahRun-v1_3/metrics.csv").write_text("")
     (runs,) = plot.load([tmp_path]).values()
-    assert [r.final for r in runs][0] == 200 and np.isnan([r.final for r in runs][1:]).all()
+    assert [r.final for r in runs] == [200, 0, 0]
     assert not any(r.ended for r in runs)
     plot.report(plot.load([tmp_path]))
     plot.draw(plot.load([tmp_path]), tmp_path / "figures")
@@ -585,6 +612,24 @@ def test_aggregate_at_equal_time(tmp_path):
     assert all(row[4:6] == ["-", "-"] for k, row in rows.items() if k[0] in ("TruDi", "REPPO"))
 
 
+def test_equal_work_is_timed_by_the_fastest_run(tmp_path):
+    """A seed that ran on a slower machine says nothing about its algorithm's speed."""
+    for seed, seconds in ((1, 60), (2, 20), (3, 90)):
+        fake_run(tmp_path / f"trudi/CheetahRun-v1_{seed}", [100, 200, 300], seconds=seconds)
+    fake_run(tmp_path / "trudi/CheetahRun-v1_4", [10], seconds=5, ended=False, total_timesteps=300)
+    fake_run(tmp_path / "trudi/CheetahRun-v1_5", [], ended=False, total_timesteps=300)  # it has no pace at all
+    (runs,) = plot.load([tmp_path]).values()
+    for run in runs[:3]:
+        np.testing.assert_allclose(run.points[1], [20, 40, 60])
+        assert run.budget == (300, 60)
+    np.testing.assert_allclose(runs[3].points[:, 0], [100, 20, 10])  # a crashed run does not set the pace
+    assert table(plot.report({("CheetahRun-v1", "TruDi"): runs[:3]}))["CheetahRun-v1", "TruDi"][-1] == "1"
+    fake_run(tmp_path / "reppo/CheetahRun-v1_1", [1, 2], seconds=60, num_envs=5)
+    fake_run(tmp_path / "reppo/CheetahRun-v1_2", [1, 2], seconds=20, num_envs=7)  # other work: both keep theirs
+    runs = plot.load([tmp_path])["CheetahRun-v1", "REPPO"]
+    assert [r.budget[1] for r in runs] == [120, 40]
+
+
 def test_aggregate_takes_common_tasks_of_a_suite(tmp_path):
     fake_run(tmp_path / "trudi/CheetahRun-v1_1", [400])
     fake_run(tmp_path / "trudi/WalkerWalk-v1_1", [1000])
@@ -593,7 +638,7 @@ def test_aggregate_takes_common_tasks_of_a_suite(tmp_path):
     fake_run(tmp_path / "reppo/CheetahRun-v1_1", [300])
     text = plot.report(plot.load([tmp_path]))
     assert "over the tasks that all have: CheetahRun-v1." in text
-    assert "| TruDi | **0.400** | - (one seed)" in text and "| REPPO | **0.300** |" in text
+    assert "| TruDi | **0.400** | - (1 task with one seed)" in text and "| REPPO | **0.300** |" in text
     assert "| TruDi | **30.000** |" in text and "No aggregate for other: no common scale" in text
 
 
@@ -603,6 +648,18 @@ def test_simulators_are_not_mixed(tmp_path):
     text = plot.report(plot.load([tmp_path]))
     assert "DMC by Playground, return / 1000, over the tasks that all have: CheetahRun." in text
     assert "DMC, return / 1000, over the tasks that all have: CheetahRun-v1." in text
+
+
+def test_no_interval_where_a_task_has_one_seed(tmp_path):
+    for name in ("CheetahRun-v1_1", "CheetahRun-v1_2", "WalkerWalk-v1_1"):
+        fake_run(tmp_path / "trudi" / name, [100 * int(name[-1])])
+    assert "- (1 task with one seed)" in plot.report(plot.load([tmp_path]))
+
+
+def test_a_metric_that_a_run_does_not_have(tmp_path):
+    fake_run(tmp_path / "trudi/CheetahRun-v1_1", [100])
+    (run,) = plot.load([tmp_path], "success")["CheetahRun-v1", "TruDi, training episodes"]
+    assert np.isnan(run.final) and not run.others
 
 
 def test_success_is_the_metric_of_maniskill(tmp_path):
@@ -670,14 +727,13 @@ def test_nothing_to_plot(what, tmp_path, capsys):
 
 
 def test_committed_runs_give_the_tables_of_the_readme(tmp_path, capsys):
-    folders = [str(p) for p in sorted(ROOT.glob("results/*_continuous"))]
-    plot.main([*folders, "--out", str(tmp_path)])
+    plot.main([str(ROOT / "results/laptop"), "--out", str(tmp_path)])
     out = capsys.readouterr().out
     rows = [x for x in out.splitlines() if x.startswith("|") and "-v" in x.split("|")[1]]
-    assert len(rows) >= 5
     text = (ROOT / "README.md").read_text()
-    assert not [x for x in rows if x not in text]
+    assert len(rows) == 24 and not [x for x in rows if x not in text]
     envs = {x.split("|")[1].strip() for x in rows}
+    assert len(envs) == 6
     for name in [f"{env}.png" for env in envs] + ["tasks.png", "aggregate_DMC.png"]:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 10_000
 

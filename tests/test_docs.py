@@ -1,12 +1,15 @@
-"""The pages in docs/ keep up with the scripts: line anchors, the diff of TruDi's page, metrics, commands.
+"""The pages in docs/ keep up with the scripts: line anchors, the diff of TruDi's page, metrics, commands. Tables of
+results, there and in the README, are what plot.py prints of the committed runs.
 
-After a change of a script: `python tests/test_docs.py` writes the anchors and the diff anew.
+After a change of a script or new runs: `python tests/test_docs.py` writes anchors, diff and tables anew.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import io
 import re
 import sys
 from pathlib import Path
@@ -17,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {page: page.with_name("..") / f"{page.stem}_continuous.py" for page in sorted((ROOT / "docs").glob("*.md"))}
 PAGES = {page: script.resolve() for page, script in PAGES.items() if script.exists()}
 ANCHOR = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L(\d+)\)")
+TABLE = re.compile(r"<!-- python plot.py (.*?) -->\n.*?<!-- end -->", re.S)
 DIFF = re.compile(r"<!-- diff: (\S+) (\S+) -->\n(.*?)<!-- end diff -->", re.S)
 
 
@@ -49,7 +53,18 @@ def line_of(script, text):
     return found[0]
 
 
+def plotted(arguments):
+    """what `python plot.py` prints, called where the README says"""
+    words = [sorted(map(str, ROOT.glob(w))) if "/" in w else [w] for w in arguments.split()]
+    assert all(words), f"no such results: {arguments}"
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        importlib.import_module("plot").main(sum(words, []))
+    return out.getvalue()
+
+
 def renewed(text):
+    text = TABLE.sub(lambda m: f"<!-- python plot.py {m[1]} -->\n{plotted(m[1])}<!-- end -->", text)
     text = ANCHOR.sub(lambda m: f"[`{m[1]}`](../{m[2]}#L{line_of(m[2], m[1].replace(chr(92) + '|', '|'))})", text)
     return DIFF.sub(lambda m: f"<!-- diff: {m[1]} {m[2]} -->\n{diff(m[1], m[2])}<!-- end diff -->", text)
 
@@ -65,6 +80,12 @@ def test_anchors_and_diff(page):
     assert renewed(text) == text, "run `python tests/test_docs.py`"
 
 
+def test_tables_of_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert TABLE.findall(text)
+    assert renewed(text) == text, "run `python tests/test_docs.py`"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands_use_flags_that_exist(page):
     script = importlib.import_module(PAGES[page].stem)
@@ -74,5 +95,5 @@ def test_commands_use_flags_that_exist(page):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    for page in PAGES:
+    for page in [*PAGES, ROOT / "README.md"]:
         page.write_text(renewed(page.read_text()))
