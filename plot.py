@@ -2,7 +2,7 @@
 
     python plot.py results/laptop --out results/figures
     python plot.py results/trudi_continuous results/reppo_continuous results/ppo_continuous   # the tables alone
-    python plot.py results/ablation-sampler --brief                                           # one small table
+    python plot.py results/ablation-sampler --table brief                                     # one small table
 
 A run is a folder with metrics.csv (and args.json, eval.json, where they are), at any depth, or a CSV with `global_step`
 and a column of returns. Its algorithm is the folder above it: <algorithm>/<env>_<seed>. Written: <env>.png for each
@@ -389,11 +389,11 @@ def with_interval(tasks):
     return f"**{iqm(np.concatenate(tasks)):.3f}** | {interval}"
 
 
-def report(groups):
+def report(groups, aggregate=True):
     """-> Markdown"""
     header = "env | algorithm | steps | seeds that ended | each seed | mean | other samplers | minutes, fastest run"
     lines = [f"| {header} |", "|" + "---|" * 8] + [row(*key, runs) for key, runs in groups.items()]
-    for suite, (tasks, names) in aggregates(groups).items():
+    for suite, (tasks, names) in aggregates(groups).items() if aggregate else ():
         lines += ["", f"{suite}, {scale_text(suite)}, over the tasks that all have: {', '.join(tasks)}.", ""]
         interval, counts = "95 % interval", "runs | seeds per task"
         titles = f"algorithm | IQM at the end | {interval} | mean | IQM at equal time | {interval} | {counts}"
@@ -408,7 +408,7 @@ def report(groups):
             early = values_at_equal_time(groups, tasks, name, suite)
             early = with_interval(early) if early else "- | -"
             lines.append(f"| {name} | {with_interval(values)} | {x.mean():.3f} | {early} | {len(x)} | {seeds} |")
-    lone = {runs[0].suite for runs in groups.values()} - set(aggregates(groups))
+    lone = {runs[0].suite for runs in groups.values()} - set(aggregates(groups)) if aggregate else ()
     notes = [
         f"No aggregate for {s}: " + ("no task is common to all" if s in SCALES else "no common scale") for s in lone
     ]
@@ -452,7 +452,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", help="folders of runs, or CSVs")
     parser.add_argument("--out", type=Path, help="folder of the figures (default: tables only)")
-    parser.add_argument("--brief", action="store_true", help="one small table: algorithms by tasks, with the aggregate")
+    tables = "full: a row an algorithm and task, then aggregates; runs: without aggregates; brief: algorithms by tasks"
+    parser.add_argument("--table", choices=("full", "runs", "brief"), default="full", help=tables)
     parser.add_argument(
         "--metric", help="such as return or success_at_end (default: success_once for ManiSkill, else return)"
     )
@@ -461,7 +462,7 @@ def main(argv=None):
         METRICS.update(dict.fromkeys(["other", "HumanoidBench", *SCALES], args.metric))
         SCALES.update({} if args.metric == "return" else dict.fromkeys(SCALES, 1.0))
     groups = load(args.paths)
-    print(brief(groups) if args.brief else report(groups))
+    print(brief(groups) if args.table == "brief" else report(groups, args.table == "full"))
     if args.out:
         print(f"\nwritten to {args.out}: {', '.join(draw(groups, args.out))}")
 

@@ -488,7 +488,7 @@ def test_report_of_finished_runs(tmp_path):
     assert "over the tasks that all have: CheetahRun-v1, WalkerWalk-v1." in text
 
 
-def test_brief_report(tmp_path):
+def test_brief_report(tmp_path, capsys):
     for seed, final in ((1, 500), (2, 700)):
         fake_run(tmp_path / f"trudi/CheetahRun-v1_{seed}", [1], final=final)
         fake_run(tmp_path / f"trudi/WalkerWalk-v1_{seed}", [1], final=final + 100)
@@ -505,7 +505,10 @@ def test_brief_report(tmp_path):
     assert rows["TruDi", "600"][2:] == ["700", *want]
     assert rows["REPPO", "600"][2] == "200*" and rows["REPPO", "600"][-1] == "5"  # (300 + 300 + 0) / 3
     assert "* Not at their end: 2 runs" in text
-    plot.main([str(tmp_path), "--brief"])
+    plot.main([str(tmp_path), "--table", "brief"])
+    plot.main([str(tmp_path), "--table", "runs"])
+    brief, runs = capsys.readouterr().out.split("| env |")
+    assert brief == text + "\n" and "IQM" not in runs and runs.count("\n| ") == 4 and "* Not at its end" in runs
 
 
 def test_the_final_value_is_that_of_the_runs_own_sampler(tmp_path):
