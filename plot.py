@@ -1,7 +1,7 @@
 """Tables and figures from folders of runs: each task, and the interquartile mean over tasks and seeds.
 
     python plot.py results/laptop --out results/figures
-    python plot.py results/trudi_continuous results/reppo_continuous results/ppo_continuous   # the tables alone
+    python plot.py results/laptop/trudi results/laptop/reppo                                  # the tables alone
     python plot.py results/ablation-sampler --table brief                                     # one small table
 
 A run is a folder with metrics.csv (and args.json, eval.json, where they are), at any depth, or a CSV with `global_step`
