@@ -85,8 +85,9 @@ def near_the_peaks(action):
 
 
 def test_diffusion_keeps_both_of_two_good_actions(tmp_path):
-    """Peaks at -0.6 and 0.6: samples stay near both, as no single Gaussian can (28 % are near before training)."""
-    flags = ["--alpha-init", 0.25, "--diffusion-steps", 8]
+    """Peaks at -0.6 and 0.6: samples stay near both, as no single Gaussian can (28 % are near before training). At this
+    temperature six seeds had 29 to 38 % near the smaller peak; at 0.25 18 to 37 %, too close to what is asked for."""
+    flags = ["--alpha-init", 0.35, "--diffusion-steps", 8]
     agent, args = learn(trudi, "Peaks", tmp_path / "run", 100, *flags, num_envs=64)
     for sampler, share in (("sde", 0.2), ("ode", 0.1)):
         action = actions(trudi, agent, args, sampler)
@@ -97,6 +98,6 @@ def test_diffusion_keeps_both_of_two_good_actions(tmp_path):
 
 def test_gaussian_does_not(tmp_path):
     """The same task and temperature: what it samples is not 65 % near the peaks with both of them alive."""
-    agent, args = learn(reppo, "Peaks", tmp_path / "run", 100, "--alpha-init", 0.25, num_envs=64)
+    agent, args = learn(reppo, "Peaks", tmp_path / "run", 100, "--alpha-init", 0.35, num_envs=64)
     left, right = near_the_peaks(actions(reppo, agent, args, "sample"))
     assert min(left, right) < 0.2 or left + right < 0.65
