@@ -1,29 +1,45 @@
-"""PPO on ManiSkill, in the manner of rsl_rl, and Simple Policy Optimization, in one file.
+"""PPO on ManiSkill, in the manner of rsl_rl, and Simple Policy Optimization.
 
-A Gaussian policy is improved on its own rollout by the likelihood ratio r of new to old policy, times the advantage:
-PPO stops where r leaves [1 - eps, 1 + eps], SPO (--objective spo) adds a quadratic penalty whose best r is
-1 + eps * sign(advantage). The value function gives generalised advantage estimates. The step size follows the measured
-KL to the rollout policy. Schulman et al., 2017; Rudin et al., 2022 (rsl_rl); Xie et al., 2025 (SPO).
+A Gaussian policy is improved on its own rollout. The ratio r of the likelihoods of an action under
+the new policy and under the rollout policy, times its advantage A, is the gain of an update. It can
+be trusted while r is near one. PPO gains nothing more where r leaves [1 - eps, 1 + eps]. SPO
+subtracts a parabola, so that its best r is 1 + eps * sign(A).
 
-    python ppo_maniskill.py --env-id StackCube-v1             # large on CUDA; else small, by maniskill_cpu.py
-    python ppo_maniskill.py --env-module my_envs --env-id MyEnv-v1   # or --resume, --evaluate FILE.pt, --bench 10
+    likelihood of an action, KL of two policies                     log_prob, gaussian_kl
+    PPO: min(r A, clip(r, 1 - eps, 1 + eps) A)                      objective
+    SPO: r A - |A| (r - 1)^2 / (2 eps), with --objective spo        objective
+    the value function's error, clipped by eps, too                 value_loss
+    generalized advantage estimates: TD(lambda) targets - values    compute_targets
+    the learning rate follows the KL to the rollout policy          adapted_learning_rate
 
-Departures: those of ppo_continuous.py (see docs/ppo.md). Success ends an episode, its value goes on, as in ManiSkill's
-own PPO. The return of training episodes FALLS while a policy learns to succeed sooner: look at eval/success_once.
-Shapes: T rollout steps, E envs, B minibatch, O observation, A action, H hidden width.
+Usage:
+    python ppo_maniskill.py --env-id StackCube-v1
+    python ppo_maniskill.py --env-module my_tasks --env-id MyTask-v1   # a task of your own
+    python ppo_maniskill.py --resume runs/FOLDER               # go on with an interrupted run
+    python ppo_maniskill.py --evaluate runs/FOLDER/best.pt     # evaluate a checkpoint
+
+On a GPU, ManiSkill simulates 1024 robots. Without one, simulators/maniskill_cpu.py simulates 64 on
+a CPU, with smaller networks and 1M steps.
+In training, success ends an episode. The return of training episodes therefore falls while the
+policy learns to succeed sooner: judge a run by eval/success_once and eval/return.
+
+Schulman et al., 2017 (PPO); Rudin et al., 2022 (rsl_rl); Xie et al., 2025 (SPO).
+docs/ppo.md lists the departures from rsl_rl.
+Shapes: T rollout steps, E environments, B minibatch, O observation, A action, H hidden units.
 """
 
-import dataclasses
+import csv
 import difflib
-import importlib.metadata
+import importlib
 import json
+import logging
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
+import warnings
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,555 +49,867 @@ import torch
 import tyro
 from torch import nn
 
+try:
+    from tools import extras  # comfort: progress line, curve.png, signals, wandb, versions, bench
+except ImportError:
+    extras = None  # a script that was copied alone does without
 
-@dataclasses.dataclass
+SCRIPT = Path(__file__).stem
+SAMPLERS = ("mean", "sample")
+EPISODE_METRICS = ("return", "length", "success_once", "success_at_end")
+MAX_EPISODE_STEPS = 10_000  # an environment without an end must not run for ever
+
+
+# === 1. Settings ===
+@dataclass
 class Args:
-    env_id: str = "PushCube-v1"  # a ManiSkill id
-    env_module: str | None = None  # a module of your own to import first, which registers env_id
-    backend: Literal["auto", "physx_cuda", "physx_cpu_batched"] = "auto"  # batched CPU simulation where CUDA is missing
-    total_timesteps: int | None = None  # env steps of the whole run (default: 1M on a CPU, 50M on CUDA)
-    seed: int = 1  # of the networks, the noise and the envs
+    """The defaults are for a GPU and ManiSkill."""
+
+    # run
+    env_id: str = "PushCube-v1"  # id of a ManiSkill task
+    env_module: str = ""  # module of your own that registers env_id; it is imported first
+    backend: Literal["auto", "physx_cuda", "physx_cpu_batched"] = "auto"  # auto: by the device
+    total_timesteps: int = 50_000_000  # environment steps of the whole run
+    seed: int = 1  # seed of the networks, the noise and the environments
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where it is present
-    run_dir: str | None = None  # folder of this run (default: runs/<env>__<script>__<seed>__<time>)
-    resume: str | None = None  # folder of an interrupted run to go on with, under its own settings
-    evaluate: str | None = None  # checkpoint to evaluate with all samplers instead of training
-    capture_video: bool = False  # write video.gif of one evaluation episode at the end
-    track: bool = False  # log to Weights & Biases too (WANDB_* variables apply); else nothing touches the network
-    bench: int = 0  # measure this many iterations after a warm-up, print steps/s and time shares, write nothing
-    num_envs: int | None = None  # parallel environments (E)
-    num_steps: int | None = None  # steps that each env takes per iteration (T)
-    num_minibatches: int | None = None  # minibatches per epoch; must divide num_envs * num_steps
-    update_epochs: int | None = None  # passes over each rollout
-    hidden_size: int | None = None  # width of the three layers of policy and value function (H)
-    gamma: float | None = None  # discount factor
-    normalise_reward: bool | None = None  # scale rewards so that discounted returns have RMS --return-scale
-    return_scale: float = 1.0  # see --normalise-reward
-    gae_lambda: float = 0.95  # trace parameter of the advantages
-    objective: Literal["ppo", "spo"] = "ppo"  # clipped ratio | quadratic penalty on the ratio
-    clip_coef: float = 0.2  # eps: how far the ratio may move, and the value, where --clip-value is on
-    clip_value: bool = True  # keep new values within eps of the old ones
-    value_coef: float = 1.0  # weight of the value loss
-    entropy_coef: float | None = None  # weight of the entropy bonus
-    init_std: float = 0.5  # initial standard deviation of the policy, the same in all states
-    learning_rate: float | None = None  # Adam's step size, or its start
-    schedule: Literal["auto", "adaptive", "linear", "fixed"] | None = None  # by KL | to zero | auto: by KL, SPO fixed
-    desired_kl: float | None = None  # an adaptive step size shrinks above twice this KL and grows below half of it
-    max_grad_norm: float = 1.0  # the gradient is clipped to this norm
-    eval_points: int = 20  # evaluations during training, evenly spaced; each one also saves a checkpoint
-    eval_episodes: int = 64  # episodes per evaluation, in envs of their own
-    eval_sampler: Literal["mean", "sample"] = "mean"  # the mean action, the policy itself
+    run_dir: str = ""  # folder to write to; empty: runs/<env>__<script>__<seed>__<time>
+    resume: str = ""  # folder of an interrupted run to go on with, under its own settings
+    evaluate: str = ""  # checkpoint to evaluate with all samplers instead of training
+    track: bool = False  # log to Weights & Biases, too; without it nothing touches the network
+    bench: int = 0  # measure so many iterations, print where the time goes and write nothing
     torch_threads: int = 1  # CPU threads of torch; 1 lets runs share a machine
     compile: bool = False  # torch.compile the hot functions
 
+    # rollout and optimization
+    num_envs: int = 1024  # parallel environments (E)
+    num_steps: int = 128  # steps that each environment takes per iteration (T)
+    num_minibatches: int = 32  # minibatches per epoch; must divide num_envs * num_steps
+    update_epochs: int = 5  # passes over each rollout
+    learning_rate: float = 1e-3  # Adam's learning rate at the start, see schedule
+    # adaptive: by the KL, see desired_kl; linear: to zero; auto: adaptive for PPO, fixed for SPO
+    schedule: Literal["auto", "adaptive", "linear", "fixed"] = "auto"
+    desired_kl: float = 0.01  # adaptive: the rate falls above twice this KL and grows below half
+    max_grad_norm: float = 1.0  # the gradient is clipped to this norm
 
-SUITES = {"ManiSkill": dict(gamma=0.8, normalise_reward=True)}  # gamma is set by the task: 1 - 10/(steps of an episode)
-SIZED = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size".split()
-SIZED += ["entropy_coef", "learning_rate", "desired_kl", "schedule"]
-SIZES = {"cuda": (5 * 10**7, 1024, 128, 32, 5, 256, 0.001, 1e-3, 0.01, "auto")}
-SIZES["cpu"] = (10**6, 64, 32, 8, 5, 128, 0, 1e-3, 0.01, "auto")
-SAMPLERS, METRICS = ("mean", "sample"), ("return", "length", "success_once", "success_at_end")
-SCRIPT, RENDERER = Path(__file__).stem, "physx_cpu"  # it simulates the video's one env, which needs Vulkan
-HOT = "policy_loss", "td_lambda_targets"  # what --compile compiles
-PROGRESS = "KL {policy/kl:.3f}/{desired_kl:g}  std {policy/std:.2g}  step size {policy/learning_rate:.1e}"
+    # policy
+    hidden_size: int = 256  # width of the three layers of policy and value function (H)
+    init_std: float = 0.5  # initial standard deviation of the policy, the same in all states
+    objective: Literal["ppo", "spo"] = "ppo"  # clipped ratio, or quadratic penalty on the ratio
+    clip_coef: float = 0.2  # how far the ratio may move from one (eps)
+    entropy_coef: float = 0.001  # weight of the entropy bonus
+
+    # value function
+    gamma: float = 0.8  # discount factor, by default that of default_gamma
+    gae_lambda: float = 0.95  # trace parameter of the advantages
+    clip_value: bool = True  # keep new values within clip_coef of the old ones
+    value_coef: float = 1.0  # weight of the value loss
+    normalize_reward: bool = True  # scale rewards: discounted returns get an RMS of return_scale
+    return_scale: float = 1.0  # root mean square of the discounted returns, see normalize_reward
+
+    # evaluation
+    eval_points: int = 20  # evaluations during training; each one also saves a checkpoint
+    eval_episodes: int = 64  # episodes per evaluation, in environments of their own
+    eval_sampler: Literal["mean", "sample"] = "mean"  # the mean action, or the policy itself
 
 
+# A CPU takes a fiftieth of the steps, so it needs small rollouts and networks.
+CPU_DEFAULTS = dict(total_timesteps=1_000_000, num_envs=64, num_steps=32, num_minibatches=8)
+CPU_DEFAULTS |= dict(hidden_size=128, entropy_coef=0.0)
+# Settings that may be zero or negative, and those that --resume and --evaluate may change.
+MAY_BE_ZERO = {"seed", "bench", "gamma", "gae_lambda", "entropy_coef"}
+MAY_CHANGE = {"run_dir", "resume", "evaluate", "track", "compile", "device", "torch_threads"}
+MAY_CHANGE |= {"backend", "total_timesteps", "eval_points", "eval_episodes", "eval_sampler"}
+
+
+def parse_args(argv=None):
+    """Parse twice: task and device decide the defaults of the second pass, and what --help shows.
+
+    -> args, checkpoint to start from or None
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    given = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
+    device = given.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        stop("--device cuda: torch sees no CUDA device here")
+    checkpoint = None
+    source = given
+    backend = given.backend
+    if given.resume or given.evaluate:
+        checkpoint = load_checkpoint(given)
+        source = Args(**checkpoint["args"])
+        if backend == "auto" and device == source.device:
+            backend = source.backend  # only another device may need another simulation
+    import_tasks(source.env_module)
+    backend, _ = choose_backend(source.env_id, backend, device)
+    if checkpoint:
+        defaults = replace(source, run_dir="", resume="", evaluate="", track=False)
+    else:
+        chosen = CPU_DEFAULTS if device == "cpu" else {}
+        defaults = Args(**chosen, gamma=default_gamma(given.env_id))
+    defaults = replace(defaults, backend=backend, device=device)
+    args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
+    args.device = device
+    if args.backend == "auto":
+        args.backend = backend
+    if checkpoint:
+        for name, before in checkpoint["args"].items():
+            now = getattr(args, name)
+            if now != before and name not in MAY_CHANGE:
+                stop(f"the checkpoint was made with {name} {before} and cannot go on with {now}")
+    check_args(args)
+    return args, checkpoint
+
+
+def check_args(args):
+    """Refuse what cannot work, before anything starts."""
+    for name, value in asdict(args).items():
+        if type(value) in (int, float) and value <= 0 and name not in MAY_BE_ZERO:
+            stop(f"{name} must be positive")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches != 0:
+        stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
+    if args.total_timesteps < batch_size:
+        stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
+    check_comfort(args)
+
+
+# === 2. Environments: ManiSkill on a GPU, or in a batch on a CPU ===
 # --- shared: ManiSkill environments ---
-def choose_backend(args, device):  # -> backend, suite; refuses what cannot be trained
+def import_tasks(env_module):
+    """Register ManiSkill's tasks, and those of the user's own module."""
+    warnings.filterwarnings("ignore", "Failed to find system libvulkan")  # nothing is rendered
     try:
-        sys.path.insert(0, os.getcwd())  # for the user's own --env-module
-        importlib.import_module("warnings").filterwarnings("ignore", "Failed to find system libvulkan")
-        for module in filter(None, ("mani_skill.envs", args.env_module)):
-            importlib.import_module(module)
-    except ImportError as e:
-        hint = "" if (e.name or "") == args.env_module else ": pip install -r requirements-maniskill.txt"
-        stop(f"cannot import {module} ({e}){hint}")
-    importlib.import_module("logging").getLogger("mani_skill").setLevel("ERROR")  # its hints to authors of tasks
-    known = importlib.import_module("mani_skill.utils.registration").REGISTERED_ENVS
-    if args.env_id not in known:
-        close = ", ".join(difflib.get_close_matches(args.env_id, known, 4)) or "none"
-        stop(f"ManiSkill has no {args.env_id}; the closest known ids: {close}; your own needs --env-module")
-    backend = {"auto": "physx_cuda" if device.type == "cuda" else "physx_cpu_batched"}.get(args.backend, args.backend)
-    if backend == "physx_cpu_batched" and not importlib.util.find_spec("maniskill_cpu"):
-        stop("without CUDA the simulation needs maniskill_cpu.py beside this script")
-    steps = gym.spec(args.env_id).max_episode_steps or 100
-    SUITES["ManiSkill"]["gamma"] = 1 - 10 / max(steps, 20)
-    if "normalized_dense" not in known[args.env_id].cls.SUPPORTED_REWARD_MODES:
-        print(f"{args.env_id} has no dense reward: training on its sparse one, which is 1 at success and 0 before")
+        import mani_skill.envs  # noqa: F401
+    except ImportError as error:
+        stop(f"cannot import mani_skill ({error}): pip install -r requirements-maniskill.txt")
+    logging.getLogger("mani_skill").setLevel("ERROR")  # its hints are for authors of tasks
+    if env_module:
+        sys.path.insert(0, os.getcwd())
+        try:
+            importlib.import_module(env_module)
+        except ImportError as error:
+            stop(f"cannot import {env_module}: {error}")
+
+
+def choose_backend(env_id, backend, device):
+    """Who simulates the task, and the suite that its default settings belong to."""
+    from mani_skill.utils.registration import REGISTERED_ENVS
+
+    if env_id not in REGISTERED_ENVS:
+        close = ", ".join(difflib.get_close_matches(env_id, REGISTERED_ENVS, 4)) or "none"
+        hint = f"the closest known ids: {close}; your own task needs --env-module"
+        stop(f"ManiSkill has no {env_id}; {hint}")
+    if backend == "auto":
+        backend = "physx_cuda" if device == "cuda" else "physx_cpu_batched"
     return backend, "ManiSkill"
 
 
+def default_gamma(env_id):
+    """1 - 10 / steps of an episode, as in REPPO's code: 0.99 would take values out of the range."""
+    steps = gym.spec(env_id).max_episode_steps or 100
+    return 1 - 10 / max(steps, 20)
+
+
+def reward_mode(env_id):
+    """Rewards of at most 1 a step; a few tasks, such as PlugCharger-v1, have a sparse one only."""
+    from mani_skill.utils.registration import REGISTERED_ENVS
+
+    modes = REGISTERED_ENVS[env_id].cls.SUPPORTED_REWARD_MODES
+    return "normalized_dense" if "normalized_dense" in modes else "sparse"
+
+
+def make_envs(args, num_envs, seed, **kwargs):
+    try:
+        return VecEnv(args, num_envs, seed, **kwargs)
+    except Exception as error:  # no GPU for the simulation, or a robot without these controls
+        if args.env_module:
+            raise  # the author of a task needs the traceback
+        reason = " ".join(str(error).split()).rstrip(".")
+        return stop(f"{args.backend} cannot make {args.env_id}: {reason}")
+
+
 class VecEnv:
-    """obs, reward, terminated, truncated, final_obs = step(action in [-1, 1]), tensors on `device` from end to end.
-    Where an episode ended, final_obs is its last observation and obs the next one's first; elsewhere they are equal.
-    In training (stagger > 0) success ends an episode, but as a time-out does: the value beyond it counts, or success
-    would be punished. In evaluation episodes run to their time limit. A non-finite step restarts its env, counts in
-    `nonfinite` and clears `valid`, so that nobody trains on it."""
+    """obs, reward, terminated, truncated, final_obs = step(action in [-1, 1]), all tensors.
 
-    def __init__(self, backend, env_id, num_envs, seed, device, threads=1, resets=None, stagger=0, **kwargs):
-        task = importlib.import_module("mani_skill.utils.registration").REGISTERED_ENVS[env_id].cls
-        dense = "normalized_dense" in task.SUPPORTED_REWARD_MODES
-        kwargs |= dict(num_envs=num_envs, obs_mode="state", control_mode="pd_joint_delta_pos")
-        kwargs |= dict(reward_mode="normalized_dense" if dense else "sparse")
-        if backend == "physx_cpu_batched":
-            self.env = importlib.import_module("maniskill_cpu").make_env(env_id, **kwargs)
-        else:
-            self.env = gym.make(env_id, sim_backend=backend, **kwargs)
-        if isinstance(self.env.action_space, gym.spaces.Dict):  # two robots
-            self.env = importlib.import_module("mani_skill.utils.wrappers").FlattenActionSpaceWrapper(self.env)
-        self.num_envs, self.device, self.training = num_envs, device, stagger > 0
-        self.seed = np.random.SeedSequence(seed).generate_state(num_envs).tolist()  # of the first reset
+    Where an episode ended, final_obs is its last observation and obs the first of the next one;
+    elsewhere they are equal. In training, success ends an episode, but as a time-out does: the
+    value beyond it counts, or success would be punished. In evaluation, episodes run to their time
+    limit. All stays on the device, and Python waits for it once a step, to see who ended.
+    A non-finite step becomes a truncation at the last finite observation, and broken tells where.
+    """
+
+    def __init__(self, args, num_envs, seed, training=False, **kwargs):
+        self.num_envs = num_envs
+        self.device = torch.device(args.device)
+        self.training = training
+        kwargs = dict(obs_mode="state", control_mode="pd_joint_delta_pos") | kwargs
+        kwargs["reward_mode"] = reward_mode(args.env_id)
+        if training and kwargs["reward_mode"] == "sparse":
+            print(f"{args.env_id} has no dense reward: its sparse one is 1 at success, 0 before")
+        self.env = self.make(args, num_envs, kwargs)
         space = self.env.get_wrapper_attr("single_action_space")
-        low, high = (torch.tensor(x, device=device) for x in (space.low, space.high))
-        self.centre, self.halfwidth, self.action_dim = (high + low) / 2, (high - low) / 2, len(low)
-        self.nonfinite, self.finished, self.index = 0, [], torch.arange(num_envs, device=device)
-        self.episode_return, self.episode_length, self.success_once = torch.zeros(3, num_envs, device=device)
-        self.resets = torch.zeros(num_envs, dtype=torch.int64, device=device)  # a resumed run repeats them
+        low = torch.tensor(space.low, device=self.device)
+        high = torch.tensor(space.high, device=self.device)
+        self.action_center = (high + low) / 2
+        self.action_halfwidth = (high - low) / 2
+        self.action_dim = len(low)
+        # each environment has a seed of its own, for the first reset
+        self.seeds = np.random.SeedSequence(seed % 2**30).generate_state(num_envs).tolist()
+        self.nonfinite = torch.zeros((), dtype=torch.int64, device=self.device)  # broken steps
+        self.finished = []  # episodes that ended since pop_finished, as tensors
+        self.episode_return = torch.zeros(num_envs, device=self.device)
+        self.episode_length = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+        self.success_once = torch.zeros(num_envs, device=self.device)
         self.obs = self.reset()  # (E, O)
-        while resets is not None and len(resets) == num_envs and (behind := self.resets.cpu().numpy() < resets).any():
-            self.obs = self.reset(torch.tensor(behind, device=device).nonzero()[:, 0])
-        self.actor_dim, self.critic_start = self.obs.shape[1], 0
+        self.obs_dim = self.obs.shape[1]
+        self.actor_dim = self.obs_dim  # policy and critic see the same
+        self.critic_start = 0
 
-    def reset(self, index=None):  # all envs, or those of `index` -> obs of all
-        index = self.index if index is None else index
-        self.resets[index] += 1
-        for x in (self.episode_return, self.episode_length, self.success_once):
-            x[index] = 0
-        obs, _ = self.env.reset(seed=self.seed, options=dict(env_idx=index.to(self.env.unwrapped.device)))
-        self.obs, self.seed = self.tensor(obs).nan_to_num(), None  # later resets go on with each env's own stream
+    def make(self, args, num_envs, kwargs):
+        if args.backend == "physx_cpu_batched":
+            try:
+                from simulators import maniskill_cpu
+            except ImportError as error:
+                needed = "simulators/maniskill_cpu.py beside this script"
+                stop(f"without CUDA the simulation needs {needed} ({error})")
+            return maniskill_cpu.make_env(args.env_id, num_envs, **kwargs)
+        env = gym.make(args.env_id, num_envs=num_envs, sim_backend=args.backend, **kwargs)
+        if isinstance(env.action_space, gym.spaces.Dict):  # two robots
+            from mani_skill.utils.wrappers import FlattenActionSpaceWrapper
+
+            env = FlattenActionSpaceWrapper(env)
+        return env
+
+    def to_tensor(self, values):
+        return torch.as_tensor(values, device=self.device).float()
+
+    def restart(self, index):
+        """Start a new episode in some environments. -> observations of all, (E, O)"""
+        self.episode_return[index] = 0
+        self.episode_length[index] = 0
+        self.success_once[index] = 0
+        options = dict(env_idx=index.to(self.env.unwrapped.device))
+        obs, _ = self.env.reset(seed=self.seeds, options=options)
+        self.seeds = None  # later resets go on with the simulation's own random streams
+        return self.to_tensor(obs).nan_to_num()
+
+    def reset(self):
+        """Start a new episode in all environments. -> (E, O)"""
+        self.finished = []
+        self.obs = self.restart(torch.arange(self.num_envs, device=self.device))
         return self.obs
 
-    def tensor(self, x):
-        return torch.as_tensor(x, device=self.device).float()
-
-    def stats(self, success=math.nan, lost=False):  # of the episodes under way -> (E, 5): env or -1, then METRICS
-        env = torch.where(torch.as_tensor(lost, device=self.device), -1, self.index)
-        success = self.tensor(success).expand(self.num_envs)
-        once = self.success_once + 0 * success
-        return torch.stack([env, self.episode_return, self.episode_length, once, success], 1)
-
     def step(self, action):
-        action = (self.centre + self.halfwidth * action.clamp(-1, 1)).to(self.env.unwrapped.device)
+        action = self.action_center + self.action_halfwidth * action.clamp(-1, 1)
+        action = action.to(self.env.unwrapped.device)
         obs, reward, terminated, truncated, info = self.env.step(action)
-        obs, reward, success = self.tensor(obs), self.tensor(reward), self.tensor(info.get("success", math.nan))
-        bad = ~(obs.isfinite().all(1) & reward.isfinite())
-        self.nonfinite = self.nonfinite + bad.sum()
-        obs, reward = torch.where(bad[:, None], self.obs, obs), torch.where(bad, 0, reward)
+        final_obs = self.to_tensor(obs)
+        reward = self.to_tensor(reward)
+        success = self.to_tensor(info.get("success", math.nan)).expand(self.num_envs)
+        broken = ~(final_obs.isfinite().all(dim=1) & reward.isfinite())
+        self.nonfinite += broken.sum()
+        final_obs = torch.where(broken[:, None], self.obs, final_obs)
+        reward = torch.where(broken, 0, reward)
         self.episode_return += reward
         self.episode_length += 1
-        self.success_once.clamp_(min=success.nan_to_num())
-        ended = self.tensor(truncated).bool() | bad
+        self.success_once = torch.maximum(self.success_once, success)  # nan where it is unknown
+
+        ended = broken | (self.episode_length >= MAX_EPISODE_STEPS)
+        ended |= self.to_tensor(truncated).bool()
         if self.training:
-            ended |= self.tensor(terminated).bool()
-        self.valid, self.obs = ~bad, obs
-        if len(index := ended.nonzero()[:, 0]):  # the only time that the host waits for the device
-            self.finished.append(self.stats(success, bad)[index])
-            self.reset(index)
-        return self.obs, reward, torch.zeros_like(ended), ended, obs
+            ended |= self.to_tensor(terminated).bool()
+        self.obs = final_obs
+        index = ended.nonzero()[:, 0]  # the only time that Python waits for the device
+        if len(index) > 0:
+            self.finished.append(
+                {
+                    "env": index,
+                    "return": self.episode_return[index],
+                    "length": self.episode_length[index],
+                    "success_once": self.success_once[index],
+                    "success_at_end": success[index],
+                    "broken": broken[index],
+                }
+            )
+            self.obs = torch.where(ended[:, None], self.restart(index), final_obs)
+        self.broken = broken
+        return self.obs, reward, torch.zeros_like(ended), ended, final_obs
+
+    def pop_finished(self):
+        """The episodes that ended since the last call, as a list of dicts."""
+        episodes = []
+        for group in self.finished:
+            columns = {name: values.tolist() for name, values in group.items()}
+            for i in range(len(columns["env"])):
+                episodes.append({name: column[i] for name, column in columns.items()})
+        self.finished = []
+        return episodes
 
 
 # --- end shared ---
-# --- shared: normalisers and targets ---
-class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can lose it
+# === 3. Networks ===
+# --- shared: normalizer ---
+class Normalizer(nn.Module):
+    """Running mean and variance of the observations, as buffers, so no checkpoint can lose them."""
+
     def __init__(self, dim):
         super().__init__()
-        for name, value in (("mean", torch.zeros(dim)), ("var", torch.ones(dim)), ("count", torch.tensor(1e-4))):
-            self.register_buffer(name, value)
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("var", torch.ones(dim))
+        self.register_buffer("count", torch.tensor(1e-4))
 
-    def update(self, obs):  # (E, O): Chan's parallel variance
-        var, mean = torch.var_mean(obs, 0, correction=0)
+    def update(self, obs):
+        """Merge the moments of a batch (E, O) into the running ones (Chan et al., 1979)."""
+        batch_var, batch_mean = torch.var_mean(obs, dim=0, correction=0)
         total = self.count + len(obs)
-        self.var.lerp_(var + (mean - self.mean) ** 2 * self.count / total, len(obs) / total)
-        self.mean.lerp_(mean, len(obs) / total)
+        share = len(obs) / total
+        delta = batch_mean - self.mean
+        self.var.lerp_(batch_var + delta**2 * self.count / total, share)
+        self.mean.lerp_(batch_mean, share)
         self.count.copy_(total)
 
     def forward(self, obs):
         return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
 
 
-def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of discounted returns -> return_scale
-    for r, end in zip(reward, ended, strict=True):
-        agent.discounted_return.mul_(gamma).add_(r)
-        agent.return_moment += torch.stack([agent.discounted_return.square().sum(), torch.ones_like(r).sum()])
-        agent.discounted_return *= ~end
-    return reward * return_scale / (agent.return_moment[0] / agent.return_moment[1]).sqrt().clamp(min=1e-8)
-
-
-def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
-    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode."""
-    targets = [value[-1]]
-    fixed = reward + gamma * torch.where(cut, ~terminated * value, (1 - td_lambda) * value)
-    for x, carry in zip(fixed.flip(0), (gamma * td_lambda * ~cut).flip(0), strict=True):
-        targets.append(torch.addcmul(x, carry, targets[-1]))
-    return torch.stack(targets[:0:-1])
-
-
 # --- end shared ---
 # --- shared: PPO ---
-def mlp(inputs, hidden, outputs, gain):  # three layers; orthogonal weights, the last of a given gain
-    sizes, layers = [inputs, hidden, hidden, hidden, outputs], []
-    for i, o in zip(sizes[:-1], sizes[1:], strict=True):
-        layers += [nn.Linear(i, o), nn.ELU()]
-        nn.init.orthogonal_(layers[-2].weight, math.sqrt(2) if len(layers) < 8 else gain)
-        nn.init.zeros_(layers[-2].bias)
-    return nn.Sequential(*layers[:-1])
+def orthogonal_layer(inputs, outputs, gain):
+    """A layer with orthogonal weights, scaled by gain, and zero biases"""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
-class GaussianPolicy(nn.Module):  # mean by state, one standard deviation for all states
-    def __init__(self, obs_dim, actor_dim, action_dim, hidden, init_std):
+def mlp(inputs, hidden, outputs, last_gain):
+    """Three hidden layers"""
+    layers = []
+    for width in (inputs, hidden, hidden):
+        layers += [orthogonal_layer(width, hidden, math.sqrt(2)), nn.ELU()]
+    return nn.Sequential(*layers, orthogonal_layer(hidden, outputs, last_gain))
+
+
+class GaussianPolicy(nn.Module):
+    """The mean depends on the state, the standard deviation is the same in all states.
+
+    Actions are not squashed: the environment clips them.
+    """
+
+    def __init__(self, obs_dim, actor_dim, action_dim, args):
         super().__init__()
-        self.actor_dim, self.action_dim = actor_dim, action_dim
-        self.normaliser = Normaliser(obs_dim)
-        self.mean = mlp(actor_dim, hidden, action_dim, 0.01)
-        self.log_std = nn.Parameter(torch.full((action_dim,), math.log(init_std)))
+        self.actor_dim = actor_dim
+        self.action_dim = action_dim
+        self.normalizer = Normalizer(obs_dim)
+        self.mean = mlp(actor_dim, args.hidden_size, action_dim, last_gain=0.01)
+        self.log_std = nn.Parameter(torch.full((action_dim,), math.log(args.init_std)))
 
-    def noise(self, batch, rng):
-        return torch.randn(batch, self.action_dim, generator=rng, device=rng.device)
+    def noise(self, batch_size, generator):
+        shape = (batch_size, self.action_dim)
+        return torch.randn(shape, generator=generator, device=generator.device)
 
-    def forward(self, obs):  # (B, O) -> mean (B, A)
+    def forward(self, obs):
+        """(B, O) -> mean (B, A)"""
         return self.mean(obs[:, : self.actor_dim])
 
 
-class Agent(nn.Module):  # all that training changes, in one state_dict
+class Agent(nn.Module):
+    """All that training changes, in one state_dict."""
+
     def __init__(self, envs, args):
         super().__init__()
-        obs_dim, self.critic_start = envs.obs.shape[1], envs.critic_start
-        self.policy = GaussianPolicy(obs_dim, envs.actor_dim, envs.action_dim, args.hidden_size, args.init_std)
-        self.critic = mlp(obs_dim - envs.critic_start, args.hidden_size, 1, 1.0)
-        self.register_buffer("discounted_return", torch.zeros(args.num_envs))
-        self.register_buffer("return_moment", torch.zeros(2))  # sum of its squares, count
+        self.critic_start = envs.critic_start
+        self.policy = GaussianPolicy(envs.obs_dim, envs.actor_dim, envs.action_dim, args)
+        self.critic = mlp(envs.obs_dim - envs.critic_start, args.hidden_size, 1, last_gain=1.0)
+        self.register_buffer("discounted_return", torch.zeros(args.num_envs))  # see scale_rewards
+        self.register_buffer("squared_return_sum", torch.zeros(()))
+        self.register_buffer("return_count", torch.zeros(()))
 
-    def value(self, obs):  # (..., O) -> (...)
+    def value(self, obs):
+        """(..., O) -> (...)"""
         return self.critic(obs[..., self.critic_start :])[..., 0]
 
-    def optimisers(self, args):  # the step size is a tensor, so that adapting it needs no transfer
-        return [torch.optim.Adam(self.parameters(), torch.tensor(args.learning_rate), fused=True)]
+
+# === 4. The loss of policy and value function ===
+def log_prob(action, mean, log_std):
+    """Log-density of a diagonal Gaussian, (B,)"""
+    z = (action - mean) / log_std.exp()
+    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
 
-def log_prob(action, mean, log_std):  # of a diagonal Gaussian, (B,)
-    return (-0.5 * ((action - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+def gaussian_kl(old_mean, old_log_std, mean, log_std):
+    """KL(old || new), (B,)"""
+    log_variance_ratio = 2 * (old_log_std - log_std)
+    squared_distance = ((mean - old_mean) / log_std.exp()).square()
+    # expm1: small changes keep their digits, so that float32 gives no negative KL
+    return 0.5 * (log_variance_ratio.expm1() - log_variance_ratio + squared_distance).sum(dim=-1)
 
 
-def gaussian_kl(old_mean, old_log_std, mean, log_std):  # KL(old || new), (B,)
-    log_ratio = 2 * (old_log_std - log_std)  # of the variances
-    return 0.5 * (log_ratio.expm1() - log_ratio + ((mean - old_mean) / log_std.exp()).square()).sum(-1)
-
-
-def objective(ratio, advantage, eps, kind):  # to be maximised, per sample
-    if kind == "spo":  # a parabola in the ratio with its top at 1 + eps * sign(advantage)
+def objective(ratio, advantage, eps, kind):
+    """The gain of each action, (B,), to be maximized"""
+    if kind == "spo":
         return ratio * advantage - advantage.abs() * (ratio - 1).square() / (2 * eps)
     return torch.minimum(ratio * advantage, ratio.clamp(1 - eps, 1 + eps) * advantage)
 
 
-def value_loss(value, old_value, target, eps):  # clipped: the worse of the new value and of it kept near the old one
-    near = old_value + (value - old_value).clamp(-eps, eps)
-    return torch.maximum((value - target).square(), (near - target).square())
+def value_loss(value, old_value, target, eps):
+    """The worse of two squared errors: of the value, and of the value kept within eps of the old"""
+    near_value = old_value + (value - old_value).clamp(-eps, eps)
+    return torch.maximum((value - target).square(), (near_value - target).square())
 
 
-def policy_loss(agent, batch, old_log_std, weight, args):  # weight (B,) sums to one -> loss, metrics
-    obs, action, advantage, target, old_value, old_mean = batch
-    mean, log_std, eps = agent.policy(obs), agent.policy.log_std, args.clip_coef
-    ratio = (log_prob(action, mean, log_std) - log_prob(action, old_mean, old_log_std)).exp()
-    gain = (objective(ratio, advantage, eps, args.objective) * weight).sum()
-    fit = (value_loss(agent.value(obs), old_value, target, eps if args.clip_value else math.inf) * weight).sum()
+def policy_loss(agent, batch, args):
+    """The loss of policy and value function together. -> loss, metrics"""
+    eps = args.clip_coef
+    mean = agent.policy(batch["obs"])
+    log_std = agent.policy.log_std
+    old_mean = batch["mean"]
+    old_log_std = batch["log_std"]
+    new_log_prob = log_prob(batch["action"], mean, log_std)
+    old_log_prob = log_prob(batch["action"], old_mean, old_log_std)
+    ratio = (new_log_prob - old_log_prob).exp()
+    gain = objective(ratio, batch["advantage"], eps, args.objective).mean()
+
+    value = agent.value(batch["obs"])
+    value_eps = eps if args.clip_value else math.inf
+    fit = value_loss(value, batch["value"], batch["target"], value_eps).mean()
+
     entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
-    kl = (gaussian_kl(old_mean, old_log_std, mean, log_std) * weight).sum()
-    clipped = (((ratio - 1).abs() > eps) * weight).sum()
     loss = -gain + args.value_coef * fit - args.entropy_coef * entropy
-    return loss, torch.stack([-gain, fit, kl, clipped, entropy, log_std.exp().mean()]).detach()
+    kl = gaussian_kl(old_mean, old_log_std, mean, log_std).mean()
+    return loss, {
+        "losses/policy": -gain.detach(),
+        "losses/value": fit.detach(),
+        "policy/kl": kl.detach(),
+        "policy/clipped": ((ratio - 1).abs() > eps).to(ratio).mean(),
+        "policy/entropy": entropy.detach(),
+        "policy/std": log_std.detach().exp().mean(),
+    }
 
 
-def adapted(learning_rate, kl, desired_kl):  # rsl_rl's rule, without a transfer
-    factor = torch.where(kl > 2 * desired_kl, 1 / 1.5, torch.where(kl < desired_kl / 2, 1.5, 1.0))
+def schedule_of(args):
+    """auto: PPO adapts its learning rate, as rsl_rl does; SPO keeps it, as its authors do"""
+    if args.schedule != "auto":
+        return args.schedule
+    return "fixed" if args.objective == "spo" else "adaptive"
+
+
+def anneal(optimizer, share_done, args):
+    """The linear schedule: at the end of the run the learning rate is zero"""
+    if schedule_of(args) == "linear":
+        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (1 - share_done))
+
+
+def adapted_learning_rate(learning_rate, kl, desired_kl):
+    """rsl_rl's rule. All are tensors, so the host need not wait for the KL."""
+    factor = torch.where(kl < desired_kl / 2, 1.5, 1.0)
+    factor = torch.where(kl > 2 * desired_kl, 1 / 1.5, factor)
     return (learning_rate * factor).clamp(1e-5, 1e-2)
 
 
-@torch.no_grad()
-def rollout(agent, envs, obs, args, rng, lap):  # -> dict of (T, E, ...), obs
-    policy, rows = agent.policy, []
-    for _ in range(args.num_steps):
-        policy.normaliser.update(obs)
-        x = policy.normaliser(obs)  # stored normalised: the old and the new policy see the same input
-        mean = policy(x)
-        action = mean + policy.log_std.exp() * policy.noise(len(x), rng)
-        lap("act")
-        obs, reward, *ends, final_obs = envs.step(action)
-        rows.append((x, action, mean, reward, *ends, envs.valid, policy.normaliser(final_obs)))
-        lap("env")
-    names = "obs action mean reward terminated truncated valid next_obs".split()
-    return dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True)), obs
-
-
-@torch.no_grad()
-def compute_targets(agent, data, args, rng):
-    """TD(lambda) targets; minus the values they are generalised advantage estimates. -> dict of (T * E, ...)"""
-    reward, terminated, cut = data["reward"], data["terminated"], data["terminated"] | data["truncated"]
-    if args.normalise_reward:
-        reward = scale_rewards(agent, reward, cut, args.gamma, args.return_scale)
-    cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
-    value, next_value = agent.value(data["obs"]), agent.value(data["next_obs"])  # of the true final observation
-    target = td_lambda_targets(reward, next_value, terminated, cut, args.gamma, args.gae_lambda)
-    advantage, valid = target - value, data["valid"]
-    weight = valid / valid.sum().clamp(min=1)
-    advantage = advantage - (advantage * weight).sum()  # normalised once, over the whole rollout
-    advantage = advantage / ((advantage.square() * weight).sum().sqrt() + 1e-8)
-    found = dict(advantage=advantage, target=target, value=value, mean=data["mean"], valid=valid)
-    return {k: v.flatten(0, 1) for k, v in (dict(obs=data["obs"], action=data["action"]) | found).items()}
-
-
-def update(agent, optimisers, data, args, rng, lap, progress):
-    """Epochs of minibatches. -> means of the metrics, on the device"""
-    (optimiser,), size, history = optimisers, len(data["target"]), []
-    group, old_log_std = optimiser.param_groups[0], agent.policy.log_std.detach().clone()
-    schedule = args.schedule if args.schedule != "auto" else dict(ppo="adaptive", spo="fixed")[args.objective]
-    if schedule == "linear":
-        group["lr"] = torch.tensor(args.learning_rate * (1 - progress))
-    for _ in range(args.update_epochs):
-        order = torch.randperm(size, generator=rng, device=rng.device)
-        for index in order.split(size // args.num_minibatches):
-            *batch, valid = (x[index] for x in data.values())
-            loss, metrics = policy_loss(agent, batch, old_log_std, valid / valid.sum().clamp(min=1), args)
-            if schedule == "adaptive":
-                group["lr"] = adapted(group["lr"], metrics[2], args.desired_kl)
-            optimiser.zero_grad()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-            optimiser.step()
-            history.append(torch.cat([metrics, norm[None]]))
-    lap("update")
-    names = "losses/policy losses/value policy/kl policy/clipped policy/entropy policy/std losses/grad_norm".split()
-    residual, target = data["target"] - data["value"], data["target"]
-    metrics = {"losses/target": target.mean(), "losses/explained_variance": 1 - residual.var() / target.var()}
-    metrics |= {"policy/learning_rate": group["lr"].to(target)}
-    return dict(zip(names, torch.stack(history).mean(0), strict=True)) | metrics
-
-
-def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
-    spread = 0.0 if sampler == "mean" else agent.policy.log_std.exp()
-    return agent.policy(obs) + spread * agent.policy.noise(len(obs), rng)
+def normalize_advantage(advantage, broken):
+    """(T, E) -> mean zero and variance one over the steps that are not broken, zero elsewhere"""
+    whole = ~broken
+    num_whole = whole.sum().clamp(min=1)
+    mean = (advantage * whole).sum() / num_whole
+    centered = (advantage - mean) * whole
+    variance = centered.square().sum() / num_whole
+    return centered / (variance.sqrt() + 1e-8)
 
 
 # --- end shared ---
-# --- shared: evaluation and run ---
+def act(agent, obs, sampler, args, generator):
+    """Actions at evaluation: the mean, or a sample of the policy; obs are normalized."""
+    mean = agent.policy(obs)
+    if sampler == "mean":
+        return mean
+    return mean + agent.policy.log_std.exp() * agent.policy.noise(len(obs), generator)
+
+
+# === 5. One iteration: rollout, targets, update ===
+@torch.no_grad()
+def rollout(agent, envs, obs, args, generator):
+    """Collect T steps with the current policy. -> dict of (T, E, ...), next observation"""
+    policy = agent.policy
+    steps = []
+    for _ in range(args.num_steps):
+        policy.normalizer.update(obs)
+        normalized = policy.normalizer(obs)  # stored: old and new policy must see the same input
+        mean = policy(normalized)
+        log_std = policy.log_std.expand_as(mean)
+        action = mean + log_std.exp() * policy.noise(len(obs), generator)
+        obs, reward, terminated, truncated, final_obs = envs.step(action)
+        steps.append(
+            {
+                "obs": normalized,
+                "action": action,
+                "mean": mean,  # with log_std it is the policy that the ratio compares with
+                "log_std": log_std,
+                "reward": reward,
+                "terminated": terminated,
+                "truncated": truncated,
+                "broken": envs.broken,
+                "next_obs": policy.normalizer(final_obs),
+            }
+        )
+    data = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+    return data, obs
+
+
+# --- shared: targets ---
+def td_lambda_targets(reward, next_value, terminated, truncated, gamma, td_lambda):
+    """Eq. (17), (18), all (T, E); next_value belongs to the true next observation."""
+    targets = torch.empty_like(reward)
+    next_target = next_value[-1]  # the rollout's end cuts the trace
+    for t in reversed(range(len(reward))):
+        mixed = td_lambda * next_target + (1 - td_lambda) * next_value[t]
+        future = torch.where(truncated[t], next_value[t], mixed)  # a time-out cuts it, too
+        targets[t] = reward[t] + gamma * ~terminated[t] * future
+        next_target = targets[t]
+    return targets
+
+
+def scale_rewards(agent, reward, ended, args):
+    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale."""
+    for t in range(len(reward)):
+        agent.discounted_return.mul_(args.gamma).add_(reward[t])
+        agent.squared_return_sum += agent.discounted_return.square().sum()
+        agent.return_count += len(agent.discounted_return)
+        agent.discounted_return *= ~ended[t]
+    rms = (agent.squared_return_sum / agent.return_count).sqrt().clamp(min=1e-8)
+    return reward * args.return_scale / rms
+
+
+# --- end shared ---
+@torch.no_grad()
+def compute_targets(agent, data, args, generator):
+    """TD(lambda) targets; minus the values they are generalized advantage estimates.
+
+    -> dict of (T * E, ...): what update needs
+    """
+    T, E = data["reward"].shape
+    reward = data["reward"]
+    terminated = data["terminated"]
+    truncated = data["truncated"].clone()
+    if args.normalize_reward:
+        reward = scale_rewards(agent, reward, terminated | truncated, args)
+    truncated[:-1] |= data["broken"][1:]  # no trace runs into a broken step
+    value = agent.value(data["obs"])
+    next_value = agent.value(data["next_obs"])
+    target = td_lambda_targets(
+        reward, next_value, terminated, truncated, args.gamma, args.gae_lambda
+    )
+    flat = {
+        "obs": data["obs"].flatten(0, 1),
+        "action": data["action"].flatten(0, 1),
+        "mean": data["mean"].flatten(0, 1),
+        "log_std": data["log_std"].flatten(0, 1),
+        "value": value.flatten(),
+        "target": target.flatten(),
+        "advantage": normalize_advantage(target - value, data["broken"]).flatten(),
+    }
+    # a broken step is never trained on: some whole step stands in for it
+    broken = data["broken"].flatten()
+    rows = torch.arange(T * E, device=broken.device)
+    rows = torch.where(broken, (~broken).int().argmax(), rows)
+    return {name: values[rows] for name, values in flat.items()}
+
+
+def update(agent, optimizer, data, args, generator):
+    """Epochs of minibatches. -> mean metrics"""
+    group = optimizer.param_groups[0]
+    adaptive = schedule_of(args) == "adaptive"
+    batch_size = len(data["target"])
+    history = []
+    for _ in range(args.update_epochs):
+        order = torch.randperm(batch_size, generator=generator, device=generator.device)
+        for index in order.split(batch_size // args.num_minibatches):
+            batch = {name: values[index] for name, values in data.items()}
+            loss, metrics = policy_loss(agent, batch, args)
+            if adaptive:
+                group["lr"] = adapted_learning_rate(
+                    group["lr"], metrics["policy/kl"], args.desired_kl
+                )
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            optimizer.step()
+            history.append({**metrics, "losses/grad_norm": norm})
+
+    means = {}
+    for name in history[0]:
+        means[name] = torch.stack([metrics[name] for metrics in history]).mean()
+    target = data["target"]
+    residual = target - data["value"]
+    means["losses/target"] = target.mean()
+    means["losses/explained_variance"] = 1 - residual.var() / target.var()
+    means["policy/learning_rate"] = group["lr"].to(target)
+    return means
+
+
+# === 6. Evaluation, checkpoints, logging ===
+# --- shared: evaluation ---
+@torch.no_grad()
+def evaluate(agent, envs, sampler, args):
+    """The first episode of each environment, by the given sampler."""
+    generator = torch.Generator(envs.device).manual_seed(args.seed)
+    obs = envs.reset()
+    first_episodes = {}
+    while len(first_episodes) < envs.num_envs:
+        normalized = agent.policy.normalizer(obs)
+        obs, *_ = envs.step(act(agent, normalized, sampler, args, generator))
+        for episode in envs.pop_finished():
+            first_episodes.setdefault(episode["env"], episode)
+    return [first_episodes[i] for i in range(envs.num_envs)]
+
+
+def mean_of(episodes, name):
+    """nan where there are no episodes, or where one does not tell"""
+    return float(np.mean([episode[name] for episode in episodes])) if episodes else math.nan
+
+
+def final_report(agent, args, run_dir):
+    """Evaluate with all samplers on the same seeds, print a table and write it as JSON."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"cannot write to {run_dir}: {error.strerror}")
+    table = {}
+    print(f"\n{args.eval_episodes} episodes each        return      std")
+    for sampler in SAMPLERS:
+        envs = make_envs(args, args.eval_episodes, 10_007 * args.seed + 5_000)
+        episodes = evaluate(agent, envs, sampler, args)
+        returns = [episode["return"] for episode in episodes]
+        table[sampler] = {"mean": np.mean(returns), "std": np.std(returns), "returns": returns}
+        line = f"{sampler:<20}{np.mean(returns):>9.1f}{np.std(returns):>9.1f}"
+        for name in EPISODE_METRICS[1:]:
+            mean = mean_of(episodes, name)
+            table[sampler][name] = None if math.isnan(mean) else mean
+            line += "" if math.isnan(mean) else f"   {name} {mean:.2f}"
+        print(line)
+    name = f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
+    (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
+    os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json says that a run is finished
+    print(f"saved in {run_dir}: " + ", ".join(sorted(path.name for path in run_dir.iterdir())))
+
+
+# --- end shared ---
+# --- shared: run folder ---
 def stop(sentence, code=2):
     print(f"error: {sentence}", file=sys.stderr)
     raise SystemExit(code)
 
 
-@torch.no_grad()
-def evaluate(agent, envs, sampler, args, watch=lambda: None):  # first episode of each env -> METRICS (3, E)
-    rng, obs, first = torch.Generator(envs.device).manual_seed(args.seed), envs.reset(), {}
-    while len(first) < envs.num_envs and envs.episode_length.max() < 10_000:  # or an env without end would run for ever
-        watch()
-        obs, *_ = envs.step(act(agent, agent.policy.normaliser(obs), sampler, args, rng))
-        while envs.finished:
-            first = {i: episode for i, *episode in envs.finished.pop(0).tolist() if i >= 0} | first
-    return np.array([first.get(env, episode) for env, *episode in envs.stats().tolist()]).T
+def save_checkpoint(path, args, agent, progress, optimizers=(), generator=None):
+    """Without optimizers and generator it can be evaluated, but not resumed."""
+    state = dict(script=SCRIPT, args=asdict(args), agent=agent.state_dict(), progress=progress)
+    if generator is not None:
+        state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+        state["generator"] = generator.get_state()
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, path)  # a kill leaves the old file or the new one
 
 
-def report(agent, make_envs, args, run_dir, device):  # all samplers on the same seeds, and the video
-    table, name = {}, f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
-    print(f"\n{args.eval_episodes} episodes each{'return':>14}{'std':>9}{'min':>9}{'max':>9}")
-    for sampler in SAMPLERS:
-        x, *others = evaluate(agent, make_envs(), sampler, args)
-        means = {k: None if np.isnan(v).any() else v.mean() for k, v in zip(METRICS[1:], others, strict=True)}
-        table[sampler] = dict(mean=x.mean(), std=x.std(), returns=x.tolist()) | means
-        success = "".join(f"   {k} {v:.2f}" for k, v in means.items() if v is not None and "success" in k)
-        print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}{success}")
-    (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
-    os.replace(run_dir / "eval.tmp", run_dir / name)  # its presence says that the run is finished
+def load_checkpoint(given):
+    """What --resume or --evaluate names, a file or a run's folder. -> dict"""
+    if given.resume and (given.evaluate or given.run_dir):
+        stop("--resume goes on in the run's own folder, without --evaluate or --run-dir")
+    path = Path(given.resume or given.evaluate)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     try:
-        if args.capture_video:
-            envs, frames = VecEnv(RENDERER, args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
-            evaluate(agent, envs, args.eval_sampler, args, lambda: frames.append(np.uint8(envs.env.render()[0])))
-            first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:: len(frames) // 250 + 1])
-            first.save(run_dir / "video.gif", save_all=True, append_images=others, duration=50, loop=0)
-    except Exception as e:  # a video must not cost the user a finished run
-        print(f"no video: {RENDERER}, which draws them, cannot render {args.env_id} here: {e}")
-    print(f"saved in {run_dir}: {', '.join(sorted(p.name for p in run_dir.iterdir()))}")
-
-
-def parse(argv):  # -> args, checkpoint or None; --resume and --evaluate start from the checkpoint's settings
-    args = tyro.cli(Args, args=argv, description=__doc__)
-    if not (given := args.resume or args.evaluate):
-        return args, None
-    path = Path(given, "checkpoint.pt" if Path(given).is_dir() else "")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        script, before = saved["script"], saved["args"]
-    except Exception as e:
-        stop(f"{path} is missing, damaged or not a checkpoint of ours ({type(e).__name__})")
-    if script != SCRIPT or set(before) != set(vars(args)):
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+        saved_names = set(checkpoint["args"])
+    except Exception as error:
+        kind = type(error).__name__
+        stop(f"{path} is missing, damaged or not a checkpoint of ours ({kind})")
+    if script != SCRIPT or saved_names != set(asdict(given)):
         stop(f"{path} was written by {script}.py or by another version of this script")
-    fresh = dict(resume=None, evaluate=None, track=False, capture_video=False, device="auto", compile=False)
-    args = tyro.cli(Args, args=argv, default=Args(**before | fresh))
-    for k, v in vars(args).items():
-        if v != before[k] and k not in {*fresh, "total_timesteps", "torch_threads"} and not k.startswith("eval_"):
-            stop(f"the checkpoint was made with {k} {before[k]} and cannot go on with {v}")
-    return args, saved | dict(folder=path.parent)
+    if given.resume and "optimizers" not in checkpoint:
+        stop(f"{path} holds a policy without its optimizers: --resume needs checkpoint.pt")
+    checkpoint["folder"] = path.parent
+    return checkpoint
 
 
-class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png and, on demand, wandb
-    def __init__(self, run_dir, args, step, total, suite, device):
-        self.path, self.args, self.total, self.last = run_dir / "metrics.csv", args, total, {}
-        git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
-        about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
-        names = "torch numpy gymnasium envpool mujoco mani-skill playground mujoco-mjx jax".split()
-        about |= {k: d.version for d in importlib.metadata.distributions() if (k := d.name.replace("_", "-")) in names}
-        try:
-            wandb = importlib.import_module("wandb") if args.track else None
-            run_dir.mkdir(parents=True, exist_ok=True)
-            if not args.resume and (run_dir / "checkpoint.pt").exists():
-                raise FileExistsError(17, "it already holds one, which --resume goes on with")
-            (run_dir / "args.json").write_text(json.dumps(vars(args) | about, indent=1))
-        except (OSError, ImportError) as e:
-            stop(f"cannot start a run in {run_dir}: {getattr(e, 'strerror', e)}")
-        print(f"run folder: {run_dir}")
-        rows = self.path.read_text().splitlines(True) if step and self.path.exists() else []
-        kept = [r for r in rows[1:] if r.endswith("\n") and int(r.split(",")[0]) <= step]  # later ones will come again
-        self.path.write_text("".join(rows[:1] + kept))
-        self.wandb = wandb and wandb.init(name=run_dir.name, config=vars(args), dir=str(run_dir), resume="auto")
-
-    def add(self, row):
-        known = {k: v for k, v in row.items() if v is not None and v == v}
-        with self.path.open("a") as f:
-            f.write(("" if f.tell() else ",".join(row) + "\n") + ",".join(str(known.get(k, "")) for k in row) + "\n")
-        if self.wandb:
-            self.wandb.log(known, step=row["global_step"])
-        self.last, step, speed = self.last | known, row["global_step"], row["charts/sps"]
-        width = os.get_terminal_size().columns - 1 if sys.stdout.isatty() else 0
-        if width or "eval/return" in known:
-            last = [f"{self.last[k]:.1f}" if k in self.last else "-" for k in ("charts/episode_return", "eval/return")]
-            text = f"[{'#' * (20 * step // self.total):.<20}] {step:,}/{self.total:,}  return {last[0]}"
-            text += f"  eval {last[1]}  " + PROGRESS.format_map(vars(self.args) | row)
-            text += f"  {speed:,.0f} steps/s  {(self.total - step) / speed / 60:.1f} min left"
-            print(f"\r{text[:width]}\033[K" if width else text, end="" if width else "\n", flush=True)
-        if "eval/return" in known:  # a new point for curve.png
-            figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
-            axis, (names, *rows) = figure.subplots(), [r.split(",") for r in self.path.read_text().splitlines()]
-            for i, style in ((names.index("charts/episode_return"), "-"), (names.index("eval/return"), "o-")):
-                points = np.array([(r[0], r[i]) for r in rows if r[i]], float).reshape(-1, 2)
-                axis.plot(*points.T, style, ms=4, label=names[i])
-            axis.set(title=f"{self.args.env_id}, {SCRIPT}, seed {self.args.seed}", xlabel="env steps", ylabel="return")
-            axis.legend(frameon=False)
-            figure.savefig(self.path.with_name("curve.png"), dpi=110)
+def restore(checkpoint, args, agent, optimizers=(), generator=None):
+    """Everything but the environments, whose interrupted episodes start again."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError:
+        stop(f"the checkpoint does not fit {args.env_id}, which has other shapes now")
+    agent.discounted_return.zero_()
+    if generator is not None:
+        for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        if checkpoint["generator"].shape == generator.get_state().shape:  # the same kind of device
+            generator.set_state(checkpoint["generator"])
+        print("resumed; episodes that were interrupted start again")
 
 
-def resolve(args, suite, device):  # fill in what was left open, say what and why, refuse what cannot work
-    sizes = dict(zip(SIZED, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
-    print(f"{args.env_id} by {args.backend}, {args.torch_threads} CPU thread(s); settings not given by flag:")
-    for reason, table in ((suite, SUITES[suite]), (f"device {device}", sizes)):
-        chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
-        args = dataclasses.replace(args, **chosen)
-        print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
-    free = "seed bench anneal vmin vmax gamma td_lambda gae_lambda aux_coef entropy_coef entropy_target".split()
-    low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
-    wrong = getattr(args, "vmin", 0) >= getattr(args, "vmax", 1) or getattr(args, "num_bins", 2) < 2
-    if low or wrong or getattr(args, "anneal", 0) > 1:
-        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, num_bins above 1, anneal at most 1")
-    if (batch := args.num_envs * args.num_steps) % args.num_minibatches or args.total_timesteps < batch:
-        stop(f"num_envs * num_steps = {batch} must be a multiple of num_minibatches and at most total_timesteps")
-    return args
+def check_comfort(args):
+    """Refuse what a script that was copied alone cannot do."""
+    if (args.bench or args.track) and extras is None:
+        stop("--bench and --track need tools/extras.py, which is not beside this script")
+    if args.track:
+        extras.import_wandb()
 
 
+def start_run(args, checkpoint):
+    """Make the run's folder and write args.json. -> the folder"""
+    name = re.sub("[/:]", "_", args.env_id)
+    if args.backend == "playground":
+        name += "-playground"
+    name += f"__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = checkpoint["folder"] if checkpoint else Path(args.run_dir or f"runs/{name}")
+    about = asdict(args)
+    if extras:
+        about |= extras.describe_machine()
+    _, about["suite"] = choose_backend(args.env_id, args.backend, args.device)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not checkpoint and (run_dir / "checkpoint.pt").exists():
+            stop(f"{run_dir} already holds a run; --resume {run_dir} goes on with it")
+        (run_dir / "args.json").write_text(json.dumps(about, indent=1))
+        (run_dir / "eval.json").unlink(missing_ok=True)  # of a run that goes on with more steps
+    except OSError as error:
+        stop(f"cannot start a run in {run_dir}: {error.strerror}")
+    print(f"{args.env_id} by {args.backend} on {args.device}; run folder: {run_dir}")
+    return run_dir
+
+
+def log_row(run_dir, row, text, display):
+    """One more line of metrics.csv and of what a person sees; text is the algorithm's part of it"""
+    with (run_dir / "metrics.csv").open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerow({name: value for name, value in row.items() if not math.isnan(value)})
+    if display:
+        display.show(row, text)
+    elif not math.isnan(row["eval/return"]):
+        print(f"{row['global_step']:,} steps  eval {row['eval/return']:.1f}  {text}", flush=True)
+
+
+def drop_rows_after(path, step):
+    """Before a run goes on: later rows come again, and a kill may have torn the last one."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in whole[1:] if int(line.split(",")[0]) <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join([*whole[:1], *kept]))
+        os.replace(temporary, path)
+
+
+def to_floats(metrics, agent):
+    """The only transfer from the device. A run whose weights have become nonsense ends here."""
+    finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).all()
+    *values, finite = torch.stack([*metrics.values(), finite]).tolist()
+    if not finite:
+        stop("the parameters have become non-finite; checkpoint.pt is the last good state", code=1)
+    return dict(zip(metrics, values, strict=True))
+
+
+# --- end shared ---
+# === 7. Main ===
 def main(argv=None):
-    args, saved = parse(argv)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        stop(f"--device {args.device}: torch sees no CUDA device here")
+    args, checkpoint = parse_args(argv)
     torch.set_num_threads(args.torch_threads)
-    args.backend, suite = choose_backend(args, device)
-    args = resolve(args, suite, device)
-    name = "-playground" * (args.backend == "playground") + f"__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{re.sub('[/:]', '_', args.env_id)}{name}")
+    progress = {"step": 0, "best_return": -math.inf, "elapsed": 0.0, "nonfinite": 0}
+    if args.resume:
+        progress = checkpoint["progress"]
 
-    def make_envs(resets=None, num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, stagger=0):
-        return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets, stagger)
-
+    # seeds
     torch.manual_seed(args.seed)
-    rng = torch.Generator(device).manual_seed(args.seed)
-    resets = [np.array(r) for r in saved["resets"]] if args.resume else [None, None]
-    envs = make_envs(resets[0], 1 if args.evaluate else args.num_envs, args.seed * 10_007, args.num_steps)
-    agent = Agent(envs, args).to(device)
-    optimisers = agent.optimisers(args)
-    obs, step, best, elapsed, signals = torch.as_tensor(envs.obs, device=device), 0, -math.inf, 0.0, []
-    if saved:
-        if {k: v.shape for k, v in saved["agent"].items()} != {k: v.shape for k, v in agent.state_dict().items()}:
-            stop(f"the checkpoint does not fit {args.env_id}: its observations or actions have other shapes now")
-        agent.load_state_dict(saved["agent"])
-        for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
-            optimiser.load_state_dict(state)
-        step, best, elapsed, envs.nonfinite = (saved[k] for k in ("step", "best", "elapsed", "nonfinite"))
-        if saved["rng"].shape == rng.get_state().shape:  # another kind of device goes on with a stream of its own
-            rng.set_state(saved["rng"])
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+
+    # environments, networks, optimizer
+    env_seed = 10_007 * args.seed + progress["step"]
+    eval_envs = make_envs(args, args.eval_episodes, env_seed + 5_000)
+    agent = Agent(eval_envs, args).to(args.device)
+    if args.evaluate:
+        restore(checkpoint, args, agent)
+        final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
+        return
+    envs = make_envs(args, args.num_envs, env_seed, training=True)
+    learning_rate = torch.tensor(args.learning_rate, device=args.device)  # a tensor, see update
+    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, fused=True)
+    optimizers = (optimizer,)
+    if args.resume:
+        restore(checkpoint, args, agent, optimizers, generator)
     if args.compile:  # the one place where functions are compiled
-        globals().update({hot: torch.compile(globals()[hot]) for hot in HOT})
-    batch, seconds, clock = args.num_envs * args.num_steps, {}, [0.0]  # seconds of each phase
-    iterations = 0 if args.evaluate else args.bench + 3 if args.bench else args.total_timesteps // batch
-    grid = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}
+        global policy_loss, td_lambda_targets
+        policy_loss = torch.compile(policy_loss)
+        td_lambda_targets = torch.compile(td_lambda_targets)
+    if args.bench:
+        extras.bench(sys.modules[__name__], agent, envs, optimizers, args, generator)
+        return
 
-    def lap(phase):
-        if args.bench and device.type == "cuda":
-            torch.cuda.synchronize()
-        clock.append(time.perf_counter())
-        seconds[phase] = seconds.get(phase, 0.0) + clock[-1] - clock.pop(0)
+    # run folder
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    eval_iterations = np.linspace(0, num_iterations, args.eval_points + 1)[1:].round()
+    run_dir = start_run(args, checkpoint)
+    state = (args, agent, progress, optimizers, generator)
+    save_checkpoint(run_dir / "checkpoint.pt", *state)
+    drop_rows_after(run_dir / "metrics.csv", progress["step"])
+    display = extras.Display(run_dir, args, num_iterations * batch_size) if extras else None
 
-    def save(filename):  # written beside and moved into place: a kill at any moment leaves the old file or the new one
-        state = dict(script=SCRIPT, args=vars(args), agent=agent.state_dict(), rng=rng.get_state(), step=step)
-        state |= dict(optimisers=[o.state_dict() for o in optimisers], best=best, elapsed=elapsed)
-        state |= dict(nonfinite=int(envs.nonfinite), resets=[envs.resets.tolist(), eval_envs.resets.tolist()])
-        torch.save(state, run_dir / f"{filename}.tmp")
-        os.replace(run_dir / f"{filename}.tmp", run_dir / filename)
+    # training loop
+    earlier_nonfinite = progress["nonfinite"]
+    obs = envs.reset()
+    for iteration in range(progress["step"] // batch_size + 1, num_iterations + 1):
+        start = time.perf_counter()
+        anneal(optimizer, (iteration - 1) / num_iterations, args)
+        data, obs = rollout(agent, envs, obs, args, generator)
+        rollout_end = time.perf_counter()
+        data = compute_targets(agent, data, args, generator)
+        metrics = update(agent, optimizer, data, args, generator)
+        metrics = to_floats(metrics, agent)  # waits for the device
+        update_end = time.perf_counter()
 
-    if not (args.bench or args.evaluate):
-        log, eval_envs = RunLog(run_dir, args, step, iterations * batch, suite, device), make_envs(resets[1])
-        save("checkpoint.pt")
-        for number in (signal.SIGTERM, signal.SIGINT):  # end after this iteration; a second signal ends at once
-            signal.signal(number, lambda n, _: signals.append(n) or signal.signal(n, signal.SIG_DFL))
-    for iteration in range(step // batch + 1, iterations + 1):
-        if not args.bench or iteration == 4:  # a bench adds up, after three iterations of warm-up
-            seconds.clear()
-        clock[0] = time.perf_counter()
-        data, obs = rollout(agent, envs, obs, args, rng, lap)
-        data = compute_targets(agent, data, args, rng)
-        lap("targets")
-        metrics = update(agent, optimisers, data, args, rng, lap, step / batch / iterations)
-        if args.bench:
-            continue
-        metrics["finite"] = torch.stack([p.isfinite().all() for p in agent.parameters()]).all()
-        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # the only transfer
-        lap([*seconds][-1])  # a GPU's remaining work belongs to the last phase
-        step, episodes = step + batch, [e for block in envs.finished for i, *e in block.tolist() if i >= 0]
-        envs.finished.clear()
-        if not metrics.pop("finite"):
-            stop(f"non-finite parameters after step {step}; the last good checkpoint is {run_dir / 'checkpoint.pt'}", 1)
-        row = {"global_step": step, "time/elapsed": 0.0, "charts/sps": batch / sum(seconds.values())}
-        row |= {f"charts/episode_{k}": np.mean([e[i] for e in episodes] or np.nan) for i, k in enumerate(METRICS)}
-        row |= {"charts/nonfinite": int(envs.nonfinite)} | {f"eval/{k}": None for k in METRICS} | metrics
-        if iteration in grid:
-            means = evaluate(agent, eval_envs, args.eval_sampler, args).mean(1).tolist()
-            row |= {f"eval/{k}": v for k, v in zip(METRICS, means, strict=True)}
-        lap("eval")
-        row |= {f"time/{k}": v for k, v in seconds.items()}
-        row["time/elapsed"] = elapsed = elapsed + sum(seconds.values())
-        log.add(row)
-        if iteration in grid and (share := metrics.get("losses/clipped_targets", 0)) > 0.05:
-            print(f"\nwarning: {share:.0%} of the targets are clipped to [{args.vmin:g}, {args.vmax:g}]: widen it")
-        if iteration in grid and row["eval/return"] > best:
-            best = row["eval/return"]
-            save("best.pt")
-        if iteration in grid or signals:
-            save("checkpoint.pt")
-        if signals:
-            print(f"\nstopped by {signal.Signals(signals[0]).name}; go on with --resume {run_dir}")
-            raise SystemExit(128 + signals[0])
+        episodes = [episode for episode in envs.pop_finished() if not episode["broken"]]
+        eval_episodes = []
+        evaluated = iteration in eval_iterations
+        if evaluated:
+            eval_episodes = evaluate(agent, eval_envs, args.eval_sampler, args)
+        eval_end = time.perf_counter()
+        progress["step"] = iteration * batch_size
+        progress["elapsed"] += eval_end - start
+        progress["nonfinite"] = earlier_nonfinite + int(envs.nonfinite)
+        row = {
+            "global_step": progress["step"],
+            "time/elapsed": progress["elapsed"],
+            "time/rollout": rollout_end - start,
+            "time/update": update_end - rollout_end,
+            "time/eval": eval_end - update_end,
+            "charts/sps": batch_size / (update_end - start),
+            "charts/nonfinite": progress["nonfinite"],
+        }
+        for name in EPISODE_METRICS:
+            row[f"charts/episode_{name}"] = mean_of(episodes, name)
+            row[f"eval/{name}"] = mean_of(eval_episodes, name)
+        row |= metrics
+        text = f"KL {row['policy/kl']:.3f}/{args.desired_kl:g}  std {row['policy/std']:.2g}"
+        text += f"  learning rate {row['policy/learning_rate']:.1e}"
+        log_row(run_dir, row, text, display)
 
-    if not args.bench:
-        return report(agent, make_envs, args, run_dir, device)
-    print(f"{args.bench * batch / sum(seconds.values()):.0f} steps/s")
-    for phase, x in seconds.items():
-        print(f"  {phase:<10}{x / args.bench * 1000:>9.1f} ms{x / sum(seconds.values()):>8.1%}")
+        if row["eval/return"] > progress["best_return"]:
+            progress["best_return"] = row["eval/return"]
+            save_checkpoint(run_dir / "best.pt", *state)
+        stopping = display and display.stop_signal  # Ctrl-C or SIGTERM
+        if evaluated or stopping:
+            save_checkpoint(run_dir / "checkpoint.pt", *state)
+        if stopping:
+            display.stop()
+
+    save_checkpoint(run_dir / "policy.pt", args, agent, progress)
+    final_report(agent, args, run_dir)
 
 
 if __name__ == "__main__":
     main()
-# --- end shared ---

@@ -1,32 +1,38 @@
-"""TruDi: trust-region diffusion policies for massively parallel on-policy RL, in one file.
+"""TruDi: trust-region diffusion policies for massively parallel on-policy RL.
 
-The policy denoises Gaussian noise into an action in N steps, so it can keep several good actions alive where a Gaussian
-must pick one. Its likelihood is intractable, but its chain of N Gaussian steps bounds the entropy from below, Eq. (12),
-and the change of the policy from above, Eq. (14). Each iteration collects a rollout, computes soft TD(lambda) targets,
-Eq. (13), (17), (18), fits a categorical critic, and improves the policy through the critic's gradient: a state within
-the KL bound follows the critic, any other is pulled back to the rollout policy, Eq. (19), (20).
+A diffusion policy turns Gaussian noise into an action in N small denoising steps, so it can keep
+several good actions alive where a Gaussian has to pick one. The likelihood of its actions is
+intractable, but the chain of N Gaussian steps is not, and the chain is all that is needed:
 
-    python trudi_continuous.py                                # CheetahRun-v1; small on a CPU, paper scale on CUDA
-    python trudi_continuous.py --env-id my_package:MyEnv-v0   # or --resume runs/FOLDER, --evaluate FILE.pt, --bench 10
+    denoising chain, from the prior to an action             Eq. (5), (7)         sample_chain
+    entropy of the policy  >=  a bound along the chain       Eq. (12)             sample_chain
+    change of the policy   <=  the KL of the two chains      Eq. (14)             trajectory_kl
+    soft TD(lambda) targets                                  Eq. (13), (17), (18) compute_targets
+    improve inside the trust region, go back outside of it   Eq. (19), (20)       actor_loss
+    temperature alpha and KL multiplier lambda are learned   Eq. (21), (22)       dual_loss
+    acting by the probability-flow ODE                       Eq. (23)             act
 
-Departures (see docs/trudi.md): the KL is taken in closed form per step along the rollout's own chains; Eq. (18) needs a
-plus before the log-ratio, Eq. (22) an ascent; the network predicts a control, score = u/2 - x/eta^2, that starts at 0.
-Shapes: T rollout steps, E envs, B minibatch, O observation, A action, N diffusion steps, K KL samples, H hidden width.
+Usage:
+    python trudi_continuous.py                                   # CheetahRun-v1
+    python trudi_continuous.py --env-id WalkerWalk-v1 --seed 2
+    python trudi_continuous.py --resume runs/FOLDER              # go on with an interrupted run
+    python trudi_continuous.py --evaluate runs/FOLDER/best.pt    # evaluate a checkpoint
+
+docs/trudi.md derives the equations and lists the departures from the paper.
+Shapes: T rollout steps, E environments, B minibatch, O observation, A action,
+N denoising steps, K chains per state for the KL, H hidden units.
 """
 
-import dataclasses
-import difflib
-import importlib.metadata
+import csv
 import json
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -35,665 +41,1057 @@ import torch.nn.functional as F
 import tyro
 from torch import nn
 
+try:
+    from tools import extras  # comfort: progress line, curve.png, signals, wandb, versions, bench
+except ImportError:
+    extras = None  # a script that was copied alone does without
 
-@dataclasses.dataclass
+SCRIPT = Path(__file__).stem
+SAMPLERS = ("ode", "sde", "best-of-k")
+EPISODE_METRICS = ("return", "length", "success")
+MAX_EPISODE_STEPS = 10_000  # an environment without an end must not run for ever
+
+
+# === 1. Settings ===
+@dataclass
 class Args:
-    env_id: str = "CheetahRun-v1"  # an id of EnvPool, Playground or Gymnasium, or `module:Id` for your own env
-    backend: Literal["auto", "envpool", "gymnasium", "playground"] = "auto"  # auto: the first that has it, see README
-    total_timesteps: int | None = None  # env steps of the whole run (default: 1M on a CPU, 50M on CUDA)
-    seed: int = 1  # of the networks, the noise and the envs
+    """The defaults are the paper's, for a GPU and the DeepMind Control suite."""
+
+    # run
+    env_id: str = "CheetahRun-v1"  # id of EnvPool, Playground or Gymnasium, or `module:Id`
+    backend: Literal["auto", "envpool", "gymnasium", "playground"] = "auto"  # auto: who has the id
+    total_timesteps: int = 50_000_000  # environment steps of the whole run
+    seed: int = 1  # seed of the networks, the noise and the environments
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where it is present
-    run_dir: str | None = None  # folder of this run (default: runs/<env>__<script>__<seed>__<time>)
-    resume: str | None = None  # folder of an interrupted run to go on with, under its own settings
-    evaluate: str | None = None  # checkpoint to evaluate with all three samplers instead of training
-    capture_video: bool = False  # write video.gif of one evaluation episode at the end
-    track: bool = False  # log to Weights & Biases too (WANDB_* variables apply); else nothing touches the network
-    bench: int = 0  # measure this many iterations after a warm-up, print steps/s and time shares, write nothing
-    num_envs: int | None = None  # parallel environments (E)
-    num_steps: int | None = None  # steps that each env takes per iteration (T)
-    num_minibatches: int | None = None  # minibatches per epoch; must divide num_envs * num_steps
-    update_epochs: int | None = None  # passes over each rollout
-    hidden_size: int | None = None  # width of policy and critic (H)
-    policy_delay: int | None = None  # critic steps per step of the policy and the duals, which cost most of the time
-    gamma: float | None = None  # discount factor
-    vmin: float | None = None  # lower end of the critic's range
-    vmax: float | None = None  # upper end of the critic's range
-    alpha_init: float | None = None  # initial entropy temperature; its bonus is a part of the values, which must fit
-    normalise_reward: bool | None = None  # scale rewards so that discounted returns have RMS --return-scale
-    return_scale: float = 30.0  # see --normalise-reward, which is on for ids outside SUITES
-    td_lambda: float = 0.95  # trace parameter of the TD(lambda) targets
-    trust_region: Literal["split", "penalty", "none"] = "split"  # Eq. (19) | lambda * KL added | on-policy DIME
-    kl_bound: float = 0.1  # largest trajectory KL to the rollout policy (epsilon)
-    kl_samples: int = 1  # chains of the old policy per state for the KL (K); the first is the rollout's own
-    lambda_init: float | None = None  # initial multiplier of the KL
-    diffusion_steps: int | None = None  # denoising steps per action (N)
-    eta: float = 2.5  # standard deviation of the prior that denoising starts from
-    entropy_target: float = 4.0  # alpha drives `run` to this per action dimension (a bound of -1.665 at eta 2.5)
-    num_bins: int = 151  # bins of the critic's value distribution
-    hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
-    aux_coef: float = 1.0  # weight of the critic's auxiliary loss: predicting the next step's features
-    learning_rate: float | None = None  # Adam's step size for the critic; the few steps of a CPU run must be larger
-    actor_learning_rate: float | None = None  # Adam's step size for policy, alpha and lambda
-    anneal: float | None = None  # share of it that is gone by the end of the run, linearly
-    max_grad_norm: float | None = None  # gradients of policy and critic are clipped to this norm each; 100: hardly ever
-    eval_points: int = 20  # evaluations during training, evenly spaced; each one also saves a checkpoint
-    eval_episodes: int = 16  # episodes per evaluation, in envs of their own
-    eval_sampler: Literal["ode", "sde", "best-of-k"] = "ode"  # scaled ODE, the policy itself, best of K by Q
-    eval_score_scale: float = 1.0  # score scale c of the ODE; 0.5 keeps marginals if steps are many, 1 is greedier
-    eval_best_of: int = 10  # K of the best-of-k sampler
-    torch_threads: int = 1  # CPU threads of torch and EnvPool; 1 lets runs share a machine, with CUDA take all cores
+    run_dir: str = ""  # folder to write to; empty: runs/<env>__<script>__<seed>__<time>
+    resume: str = ""  # folder of an interrupted run to go on with, under its own settings
+    evaluate: str = ""  # checkpoint to evaluate with all samplers instead of training
+    track: bool = False  # log to Weights & Biases, too; without it nothing touches the network
+    bench: int = 0  # measure so many iterations, print where the time goes and write nothing
+    torch_threads: int = 1  # CPU threads of torch and EnvPool; 1 lets runs share a machine
     compile: bool = False  # torch.compile the hot functions
 
+    # rollout and optimization
+    num_envs: int = 1024  # parallel environments (E)
+    num_steps: int = 128  # steps that each environment takes per iteration (T)
+    num_minibatches: int = 64  # minibatches per epoch; must divide num_envs * num_steps
+    update_epochs: int = 8  # passes over each rollout
+    policy_delay: int = 1  # critic steps per step of the policy and the duals
+    learning_rate: float = 3e-4  # Adam's learning rate for the critic
+    actor_learning_rate: float = 3e-4  # Adam's learning rate for policy, alpha and lambda
+    anneal: float = 0.0  # share of actor_learning_rate that is gone at the end, linearly
+    max_grad_norm: float = 0.5  # gradients of policy and critic are clipped to this norm each
 
-SUITES = {"DMC": dict(gamma=0.99, vmin=0.0, vmax=150.0, normalise_reward=False)}  # the paper's
-SUITES["humanoid"] = dict(gamma=0.97, vmin=-10.0, vmax=10.0, normalise_reward=False, num_minibatches=16)
-SUITES["HumanoidBench"] = dict(gamma=0.99, vmin=-250.0, vmax=250.0, normalise_reward=False, alpha_init=1.0)
-SUITES["other"] = dict(gamma=0.99, vmin=-150.0, vmax=150.0, normalise_reward=True)
-SIZED = "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size policy_delay".split()
-SIZED += "diffusion_steps learning_rate actor_learning_rate anneal lambda_init alpha_init max_grad_norm".split()
-SIZES = {"cuda": (5 * 10**7, 1024, 128, 64, 8, 512, 1, 8, 3e-4, 3e-4, 0, 0.01, 0.01, 0.5)}
-SIZES["cpu"] = (10**6, 128, 32, 16, 5, 128, 3, 4, 2e-3, 1.2e-3, 1, 1, 0.01, 100)
-SIZES["cpu", "other"] = (10**6, 64, 64, 16, 4, 128, 1, 8, 3e-4, 3e-4, 0, 1, 0.01, 0.5)  # that made Pendulum forget
-SIZES["cuda", "HumanoidBench"] = (5 * 10**7, 128, 128, 8, 8, 256, 1, 8, 3e-4, 3e-4, 0, 0.01, 1.0, 0.5)
-SIZES["cpu", "humanoid"] = (10**6, 32, 128, 16, 4, 128, 2, 4, 2e-3, 1.2e-3, 1, 0.1, 0.01, 0.5)  # G1 takes 80 MB per env
-SAMPLERS, METRICS = ("ode", "sde", "best-of-k"), ("return", "length", "success")  # METRICS: of an episode
-SCRIPT, RENDERER = Path(__file__).stem, "gymnasium"  # it draws the videos: EnvPool's aborts without OpenGL
-HOT = "sample_chain", "trajectory_kl", "td_lambda_targets", "critic_loss"  # what --compile compiles
-PROGRESS = "KL {policy/kl:.3f}/{kl_bound:g}  alpha {policy/alpha:.2g}  lambda {policy/lambda:.2g}"
+    # critic
+    hidden_size: int = 512  # width of policy and critic (H)
+    gamma: float = 0.99  # discount factor
+    td_lambda: float = 0.95  # trace parameter of the TD(lambda) targets
+    vmin: float = 0.0  # lower end of the critic's range
+    vmax: float = 150.0  # upper end of the critic's range
+    num_bins: int = 151  # bins of the critic's value distribution
+    hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
+    aux_coef: float = 1.0  # weight of the auxiliary loss, the prediction of the next features
+    normalize_reward: bool = False  # scale rewards: discounted returns get an RMS of return_scale
+    return_scale: float = 30.0  # root mean square of the discounted returns, see normalize_reward
+
+    # diffusion policy and trust region
+    diffusion_steps: int = 8  # denoising steps per action (N)
+    eta: float = 2.5  # standard deviation of the prior that denoising starts from
+    alpha_init: float = 0.01  # initial entropy temperature
+    entropy_target: float = 4.0  # alpha drives the running cost to this per action dimension
+    trust_region: Literal["split", "none"] = "split"  # Eq. (19), or none for on-policy DIME
+    kl_bound: float = 0.1  # largest trajectory KL to the rollout policy (epsilon)
+    kl_samples: int = 1  # chains of the old policy per state for the KL (K)
+    lambda_init: float = 0.01  # initial multiplier of the KL
+
+    # evaluation
+    eval_points: int = 20  # evaluations during training; each one also saves a checkpoint
+    eval_episodes: int = 16  # episodes per evaluation, in environments of their own
+    eval_sampler: Literal["ode", "sde", "best-of-k"] = "ode"  # how actions are chosen, see act
+    eval_score_scale: float = 1.0  # score scale c of the ODE
+    eval_best_of: int = 10  # samples that best-of-k chooses from (K)
 
 
+# A CPU takes a fiftieth of the steps, so it needs small networks and large learning rates.
+CPU_DEFAULTS = dict(total_timesteps=1_000_000, num_envs=128, num_steps=32, num_minibatches=16)
+CPU_DEFAULTS |= dict(update_epochs=5, policy_delay=3, hidden_size=128, diffusion_steps=4)
+CPU_DEFAULTS |= dict(learning_rate=2e-3, actor_learning_rate=1.2e-3, anneal=1.0)
+CPU_DEFAULTS |= dict(max_grad_norm=100.0, lambda_init=1.0)
+# Outside the DeepMind Control suite the rewards have an unknown scale and sign.
+OTHER_TASK = dict(normalize_reward=True, vmin=-150.0, vmax=150.0)
+# There a CPU learns in smaller steps: with CPU_DEFAULTS Pendulum-v1 forgot what it had learned.
+CPU_OTHER_TASK = dict(num_envs=64, num_steps=64, update_epochs=4, policy_delay=1)
+CPU_OTHER_TASK |= dict(learning_rate=3e-4, actor_learning_rate=3e-4, anneal=0.0)
+CPU_OTHER_TASK |= dict(max_grad_norm=0.5, diffusion_steps=8)
+# Settings that may be zero or negative, and those that --resume and --evaluate may change.
+MAY_BE_ZERO = {"seed", "bench", "anneal", "gamma", "td_lambda", "vmin", "vmax", "aux_coef"}
+MAY_BE_ZERO |= {"entropy_target"}
+MAY_CHANGE = {"run_dir", "resume", "evaluate", "track", "compile", "device", "torch_threads"}
+MAY_CHANGE |= {"total_timesteps", "eval_points", "eval_episodes", "eval_sampler"}
+MAY_CHANGE |= {"eval_score_scale", "eval_best_of"}
+
+
+def parse_args(argv=None):
+    """Parse twice: task and device decide the defaults of the second pass, and what --help shows.
+
+    -> args, checkpoint to start from or None
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    given = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
+    device = given.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        stop("--device cuda: torch sees no CUDA device here")
+    checkpoint = None
+    if given.resume or given.evaluate:
+        checkpoint = load_checkpoint(given)
+        saved = Args(**checkpoint["args"])
+        backend = saved.backend
+        defaults = replace(saved, run_dir="", resume="", evaluate="", track=False)
+    else:
+        backend, suite = choose_backend(given.env_id, given.backend, device)
+        chosen = CPU_DEFAULTS if device == "cpu" else {}
+        if suite == "other":
+            chosen = chosen | OTHER_TASK
+        if suite == "other" and device == "cpu":
+            chosen = chosen | CPU_OTHER_TASK
+        defaults = Args(**chosen)
+    defaults = replace(defaults, backend=backend, device=device)
+    args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
+    args.device = device
+    if args.backend == "auto":
+        args.backend = backend
+    if checkpoint:
+        for name, before in checkpoint["args"].items():
+            now = getattr(args, name)
+            if now != before and name not in MAY_CHANGE:
+                stop(f"the checkpoint was made with {name} {before} and cannot go on with {now}")
+    check_args(args)
+    return args, checkpoint
+
+
+def check_args(args):
+    """Refuse what cannot work, before anything starts."""
+    for name, value in asdict(args).items():
+        if type(value) in (int, float) and value <= 0 and name not in MAY_BE_ZERO:
+            stop(f"{name} must be positive")
+    if args.vmin >= args.vmax or args.num_bins < 2:
+        stop("vmin must be below vmax, and num_bins at least 2")
+    if args.anneal > 1:
+        stop("anneal must be at most 1")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches != 0:
+        stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
+    if args.total_timesteps < batch_size:
+        stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
+    check_comfort(args)
+    if args.policy_delay > args.update_epochs * args.num_minibatches:
+        stop("policy_delay must be at most update_epochs * num_minibatches")
+
+
+# === 2. Environments: one contract for all simulators ===
 # --- shared: environments ---
-def choose_backend(args, device):  # -> backend, suite; refuses what cannot be trained
-    env_id, backend, known, tasks, hint = args.env_id, args.backend, [], {}, ""
+def choose_backend(env_id, backend, device):
+    """Who simulates the task, and the suite that its default settings belong to.
+
+    auto takes the first that has the id: Playground (on CUDA only), EnvPool, Gymnasium.
+    """
+    if backend == "playground" or (backend == "auto" and device == "cuda"):
+        try:
+            from simulators import playground
+        except ImportError as error:
+            if backend == "playground":
+                needed = "pip install -r requirements-playground.txt, simulators/ beside the script"
+                stop(f"--backend playground is not installed ({error}): {needed}")
+        else:
+            if backend == "playground" or env_id in playground.TASKS:
+                return "playground", playground.TASKS.get(env_id, "other")
+    family = ""
     try:
-        if backend == "playground" or (backend, device.type) == ("auto", "cuda"):
-            tasks = importlib.import_module("playground_env").TASKS  # MuJoCo Playground's ids, and their suites
-    except ImportError as e:
-        hint = f" ({e}: pip install -r requirements-playground.txt, playground_env.py beside this script)"
-    if env_id in tasks:
-        return "playground", tasks[env_id]
-    try:
-        known = (envpool := importlib.import_module("envpool")).list_all_envs()
+        import envpool
+
+        if env_id in envpool.list_all_envs():
+            family = type(envpool.make_spec(env_id)).__name__  # such as DmcCheetahEnvSpec
     except ImportError:
-        hint += " (EnvPool is missing: pip install envpool==1.2.5)"
-    spec = envpool.make_spec(env_id) if env_id in known and backend != "playground" else None
-    family = type(spec).__name__  # such as DmcCheetahEnvSpec
-    backend = {"auto": "envpool" if re.match("Dmc|Gym(?!n)|Playground", family) else "gymnasium"}.get(backend, backend)
+        pass
+    if backend == "auto":
+        backend = "envpool" if re.match("Dmc|Gym(?!n)|Playground", family) else "gymnasium"
+    is_control_suite = backend == "envpool" and family.startswith("Dmc")
+    return backend, "DMC" if is_control_suite else "other"
+
+
+def make_envs(args, num_envs, seed, **kwargs):
     try:
-        sys.path.insert(0, os.getcwd())  # for the user's own module:Id
-        space = gym.make(env_id).action_space if backend == "gymnasium" else spec.gymnasium_action_space
-    except Exception as e:  # unknown to the backend, or a missing package
-        reason = str(e).rstrip(".") if backend == "gymnasium" else f"{backend} has no {env_id}"
-        close = ", ".join(difflib.get_close_matches(env_id, {*known, *tasks, *gym.registry}, 4)) or "none"
-        stop(f"cannot make {env_id}: {reason}{hint}; the closest known ids: {close}")
-    if not isinstance(space, gym.spaces.Box):
-        stop(f"{env_id} has {type(space).__name__} actions; this script needs continuous ones (Box)")
-    patterns = {"humanoid": "[GT]1Joystick(Flat|Rough)Terrain", "HumanoidBench": r"\b[hg]1[a-z]*-\w+-v\d"}
-    matches = [suite for suite, pattern in patterns.items() if re.search(pattern, env_id)]
-    return backend, (matches or ["DMC" if family.startswith("Dmc") and backend == "envpool" else "other"])[0]
+        if args.backend == "playground":
+            from simulators import playground
+
+            return playground.VecEnv(args, num_envs, seed, **kwargs)
+        return VecEnv(args, num_envs, seed, **kwargs)
+    except Exception as error:  # an unknown id, or a package that is missing
+        reason = " ".join(str(error).split()).rstrip(".")
+        hint = extras.close_ids(args.env_id) if extras else ""
+        return stop(f"{args.backend} cannot make {args.env_id}: {reason}{hint}")
 
 
 class VecEnv:
-    """One contract for all backends: obs, reward, terminated, truncated, final_obs = step(action in [-1, 1])
-    Where an episode ended, final_obs is its last observation and obs the next one's first; elsewhere they are equal.
-    A non-finite step restarts its env, counts in `nonfinite` and clears `valid`, so that nobody trains on it."""
+    """obs, reward, terminated, truncated, final_obs = step(action in [-1, 1]), all tensors.
 
-    def __new__(cls, backend, *args, **kwargs):  # MuJoCo Playground has a class of its own, for it lives on the GPU
-        other = backend == "playground" and importlib.import_module("playground_env").VecEnv
-        return other(backend, *args, **kwargs) if other else super().__new__(cls)
+    Where an episode ended, final_obs is its last observation and obs the first of the next one;
+    elsewhere they are equal. Bootstrapping from final_obs keeps truncation apart from termination.
+    The policy sees the columns of obs up to actor_dim, the critic those from critic_start on: that
+    is how privileged observations reach the critic alone.
+    A non-finite step becomes a truncation at the last finite observation, and broken tells where.
+    With stagger, the first episodes are cut after different multiples of so many steps: else all
+    environments would stay in step, and each rollout would see one phase of an episode alone.
+    """
 
-    def __init__(self, backend, env_id, num_envs, seed, device, threads=1, resets=None, stagger=0, **kwargs):
-        self.backend, self.num_envs, self.device, self.seed = backend, num_envs, device, seed
-        if backend == "envpool":
-            make = importlib.import_module("envpool").make_gymnasium
-            self.env = make(env_id, num_envs=num_envs, seed=seed, num_threads=threads, **kwargs)
+    def __init__(self, args, num_envs, seed, stagger=0, **kwargs):
+        self.backend = args.backend
+        self.num_envs = num_envs
+        self.device = torch.device(args.device)
+        self.seed = seed % 2**30  # of the first reset
+        sys.path.insert(0, os.getcwd())  # for the user's own module:Id
+        if self.backend == "envpool":
+            import envpool
+
+            kwargs = dict(num_envs=num_envs, num_threads=args.torch_threads) | kwargs
+            self.env = envpool.make_gymnasium(args.env_id, seed=self.seed, **kwargs)
+            time_limit = self.env.config["max_episode_steps"]
         else:
-            self.env = gym.make_vec(env_id, num_envs, "sync", dict(autoreset_mode="Disabled"), **kwargs)
-        self.space = space = self.env.single_action_space
-        low, high = (np.nan_to_num(x.reshape(-1), posinf=1, neginf=-1) for x in (space.low, space.high))
-        self.centre, self.halfwidth, self.action_dim = (high + low) / 2, (high - low) / 2, len(low)
-        self.nonfinite, self.finished, self.index = 0, [], np.arange(num_envs)  # finished: `stats` at their ends
-        self.resets, self.episode_return, self.episode_length = np.zeros((3, num_envs), int)  # a resume repeats resets
+            disabled = dict(autoreset_mode="Disabled")  # step below resets by itself
+            self.env = gym.make_vec(args.env_id, num_envs, "sync", disabled, **kwargs)
+            time_limit = self.env.spec.max_episode_steps
+        space = self.env.single_action_space
+        if not isinstance(space, gym.spaces.Box):
+            raise TypeError(f"it has {type(space).__name__} actions, not continuous ones (Box)")
+        low = np.nan_to_num(space.low.reshape(-1), neginf=-1)
+        high = np.nan_to_num(space.high.reshape(-1), posinf=1)
+        self.action_center = (high + low) / 2
+        self.action_halfwidth = (high - low) / 2
+        self.action_space = space
+        self.action_dim = len(low)
+        self.nonfinite = 0  # broken steps so far
+        self.finished = []  # episodes that ended since pop_finished
+        self.episode_return = np.zeros(num_envs)
+        self.episode_length = np.zeros(num_envs, int)
+        self.cut_at = np.full(num_envs, np.inf)  # length of a staggered first episode
+        if stagger and time_limit:
+            self.cut_at = stagger * (
+                1.0 + np.arange(num_envs) * (time_limit // stagger) // num_envs
+            )
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
-        while resets is not None and len(resets) == num_envs and (behind := self.resets < resets).any():
-            self.obs[behind] = self.reset_where(behind)
-        length = (self.env.config if backend == "envpool" else vars(self.env.spec))["max_episode_steps"] or 0
-        phase = stagger * (length > 0) * (1 + self.index * (length // max(stagger, 1)) // num_envs)
-        self.limit = np.where(phase > 0, phase, np.inf)  # first episodes end apart, or all envs would stay in step
+        self.obs_dim = self.obs.shape[1]
 
-    def flatten(self, obs):  # -> (E, O): the actor sees the columns up to actor_dim, the critic from critic_start on
-        parts = {k: v.reshape(len(v), -1) for k, v in (obs if isinstance(obs, dict) else {"state": obs}).items()}
-        privileged = [parts.pop("privileged_state")] if "privileged_state" in parts else []
-        self.actor_dim = sum(p.shape[1] for p in parts.values())
-        self.critic_start = self.actor_dim if privileged else 0
-        return np.concatenate([*parts.values(), *privileged], 1, dtype=np.float32)
+    def flatten(self, obs):
+        """An array or a dictionary of arrays -> (E, O), privileged observations last."""
+        if not isinstance(obs, dict):
+            obs = {"state": obs}
+        parts = {name: part.reshape(len(part), -1) for name, part in obs.items()}
+        privileged = parts.pop("privileged_state", None)
+        self.actor_dim = sum(part.shape[1] for part in parts.values())
+        self.critic_start = 0
+        columns = list(parts.values())
+        if privileged is not None:
+            self.critic_start = self.actor_dim
+            columns.append(privileged)
+        return np.concatenate(columns, axis=1, dtype=np.float32)
 
     def reset_where(self, mask):
-        for _ in range(10):
-            if self.backend == "envpool":  # at once: its own autoreset would put a dummy step into the data
-                obs = self.flatten(self.env.reset(np.flatnonzero(mask).astype(np.int32))[0])
-            else:
-                obs = self.flatten(self.env.reset(seed=self.seed, options=dict(reset_mask=mask))[0])[mask]
-                self.seed = None  # later resets go on with each env's own random stream
-            self.resets[mask] += 1
-            self.episode_return[mask] = self.episode_length[mask] = 0
-            if np.isfinite(obs).all():
-                return obs
-            self.nonfinite += 1
-        stop("the environment keeps resetting to non-finite observations", code=1)
+        """Start a new episode in some environments. -> their observations"""
+        self.episode_return[mask] = 0
+        self.episode_length[mask] = 0
+        if self.backend == "envpool":  # its own autoreset would put a dummy step into the data
+            obs, _ = self.env.reset(np.flatnonzero(mask).astype(np.int32))
+            return np.nan_to_num(self.flatten(obs), posinf=0, neginf=0)
+        obs, _ = self.env.reset(seed=self.seed, options=dict(reset_mask=mask))
+        self.seed = None  # later resets go on with each environment's own random stream
+        return np.nan_to_num(self.flatten(obs)[mask], posinf=0, neginf=0)
 
     def reset(self):
+        """Start a new episode in all environments. -> (E, O)"""
         self.obs = self.reset_where(np.ones(self.num_envs, bool))
+        self.finished = []
         return torch.as_tensor(self.obs, device=self.device)
 
-    def stats(self, success=math.nan):  # of the episodes under way -> (E, 4): env, then METRICS
-        return np.stack([self.index, self.episode_return, self.episode_length, self.index * 0 + success], 1)
-
     def step(self, action):
-        action = (self.centre + self.halfwidth * action.cpu().numpy().clip(-1, 1)).astype(self.space.dtype)
-        obs, reward, terminated, truncated, info = self.env.step(action.reshape(self.num_envs, *self.space.shape))
-        obs, reward = self.flatten(obs), reward.astype(np.float32)
-        bad = ~(np.isfinite(obs).all(1) & np.isfinite(reward))
-        self.nonfinite += int(bad.sum())
-        obs[bad], reward[bad] = self.obs[bad], 0
-        self.episode_return, self.episode_length = self.episode_return + reward, self.episode_length + 1
-        terminated, whole = terminated & ~bad, (terminated | truncated) & ~bad  # whole: it ended by itself
-        truncated = truncated | bad | (self.episode_length >= self.limit)
-        self.obs, ended, self.valid = obs.copy(), terminated | truncated, torch.as_tensor(~bad, device=self.device)
+        action = action.cpu().numpy().clip(-1, 1)
+        action = self.action_center + self.action_halfwidth * action
+        action = action.astype(self.action_space.dtype)
+        action = action.reshape(self.num_envs, *self.action_space.shape)
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        final_obs = self.flatten(obs)
+        reward = reward.astype(np.float32)
+        broken = ~(np.isfinite(final_obs).all(axis=1) & np.isfinite(reward))
+        self.nonfinite += int(broken.sum())
+        final_obs[broken] = self.obs[broken]
+        reward[broken] = 0
+        terminated = terminated & ~broken
+        self.episode_return += reward
+        self.episode_length += 1
+        truncated = truncated | broken | (self.episode_length >= MAX_EPISODE_STEPS)
+        cut = (self.episode_length >= self.cut_at) & ~terminated & ~truncated
+        truncated = truncated | cut
+
+        ended = terminated | truncated
+        self.obs = final_obs.copy()
         if ended.any():
-            self.finished.append(self.stats(info.get("success", info.get("is_success", math.nan)))[whole])
-            self.obs[ended], self.limit[ended] = self.reset_where(ended), np.inf
-        # on a CPU the tensors share the arrays' memory, which is new in every step
-        return tuple(torch.as_tensor(x, device=self.device) for x in (self.obs, reward, terminated, truncated, obs))
+            success = info.get("success", info.get("is_success", np.full(self.num_envs, np.nan)))
+            for i in np.flatnonzero(ended & ~cut):  # a cut episode is no result
+                episode = {
+                    "env": int(i),
+                    "return": float(self.episode_return[i]),
+                    "length": int(self.episode_length[i]),
+                    "success": float(success[i]),
+                    "broken": bool(broken[i]),
+                }
+                self.finished.append(episode)
+            self.obs[ended] = self.reset_where(ended)
+            self.cut_at[ended] = np.inf
+        self.broken = torch.as_tensor(broken, device=self.device)
+        arrays = (self.obs, reward, terminated, truncated, final_obs)
+        return tuple(torch.as_tensor(array, device=self.device) for array in arrays)
+
+    def pop_finished(self):
+        """The episodes that ended since the last call."""
+        finished = self.finished
+        self.finished = []
+        return finished
 
 
 # --- end shared ---
-# --- shared: normalisers and targets ---
-class Normaliser(nn.Module):  # a part of the policy, so that no checkpoint can lose it
+# === 3. Networks ===
+# --- shared: normalizer ---
+class Normalizer(nn.Module):
+    """Running mean and variance of the observations, as buffers, so no checkpoint can lose them."""
+
     def __init__(self, dim):
         super().__init__()
-        for name, value in (("mean", torch.zeros(dim)), ("var", torch.ones(dim)), ("count", torch.tensor(1e-4))):
-            self.register_buffer(name, value)
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("var", torch.ones(dim))
+        self.register_buffer("count", torch.tensor(1e-4))
 
-    def update(self, obs):  # (E, O): Chan's parallel variance
-        var, mean = torch.var_mean(obs, 0, correction=0)
+    def update(self, obs):
+        """Merge the moments of a batch (E, O) into the running ones (Chan et al., 1979)."""
+        batch_var, batch_mean = torch.var_mean(obs, dim=0, correction=0)
         total = self.count + len(obs)
-        self.var.lerp_(var + (mean - self.mean) ** 2 * self.count / total, len(obs) / total)
-        self.mean.lerp_(mean, len(obs) / total)
+        share = len(obs) / total
+        delta = batch_mean - self.mean
+        self.var.lerp_(batch_var + delta**2 * self.count / total, share)
+        self.mean.lerp_(batch_mean, share)
         self.count.copy_(total)
 
     def forward(self, obs):
         return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
 
 
-def scale_rewards(agent, reward, ended, gamma, return_scale):  # (T, E); RMS of discounted returns -> return_scale
-    for r, end in zip(reward, ended, strict=True):
-        agent.discounted_return.mul_(gamma).add_(r)
-        agent.return_moment += torch.stack([agent.discounted_return.square().sum(), torch.ones_like(r).sum()])
-        agent.discounted_return *= ~end
-    return reward * return_scale / (agent.return_moment[0] / agent.return_moment[1]).sqrt().clamp(min=1e-8)
-
-
-def td_lambda_targets(reward, value, terminated, cut, gamma, td_lambda):
-    """Eq. (17), (18), (T, E) each: value is Q at the true next observation, cut the end of an episode."""
-    targets = [value[-1]]
-    fixed = reward + gamma * torch.where(cut, ~terminated * value, (1 - td_lambda) * value)
-    for x, carry in zip(fixed.flip(0), (gamma * td_lambda * ~cut).flip(0), strict=True):
-        targets.append(torch.addcmul(x, carry, targets[-1]))
-    return torch.stack(targets[:0:-1])
-
-
 # --- end shared ---
 # --- shared: critic ---
-class Critic(nn.Module):  # REPPO's: Q(s, a) as a distribution over bins, and a predictor of the next step's features
-    def __init__(self, critic_start, obs_dim, action_dim, H, num_bins, vmin, vmax, hl_sigma):
+def mlp(inputs, hidden, outputs):
+    first = [nn.Linear(inputs, hidden), nn.LayerNorm(hidden), nn.SiLU()]
+    return nn.Sequential(*first, nn.Linear(hidden, outputs))
+
+
+class Critic(nn.Module):
+    """Q(s, a) as a distribution over bins, as in REPPO, with a predictor of the next features."""
+
+    def __init__(self, critic_start, obs_dim, action_dim, args):
         super().__init__()
-        width = (vmax - vmin) / (num_bins - 1)
-        self.critic_start, self.sigma = critic_start, hl_sigma * width
-        self.register_buffer("centres", torch.linspace(vmin, vmax, num_bins), False)
-        self.register_buffer("edges", torch.linspace(vmin - width / 2, vmax + width / 2, num_bins + 1), False)
-        io = ((obs_dim - critic_start + action_dim, H), (H, num_bins), (H, H))
-        nets = [nn.Sequential(nn.SiLU(), nn.Linear(i, H), nn.LayerNorm(H), nn.SiLU(), nn.Linear(H, o)) for i, o in io]
-        self.encoder, self.head, self.predictor = nets[0][1:], nets[1], nets[2]  # raw inputs need no activation
-        self.head[-1].weight.data *= 0.01  # start at Q = 0, not at the middle of the range
-        self.head[-1].bias.data = 40 * hl_gauss(torch.zeros(1), self.edges, self.sigma)[0]
+        hidden = args.hidden_size
+        width = (args.vmax - args.vmin) / (args.num_bins - 1)
+        centers = torch.linspace(args.vmin, args.vmax, args.num_bins)
+        edges = torch.linspace(args.vmin - width / 2, args.vmax + width / 2, args.num_bins + 1)
+        self.register_buffer("centers", centers, persistent=False)  # (bins,)
+        self.register_buffer("edges", edges, persistent=False)  # (bins + 1,)
+        self.sigma = args.hl_sigma * width
+        self.critic_start = critic_start
+        self.encoder = mlp(obs_dim - critic_start + action_dim, hidden, hidden)
+        self.head = nn.Sequential(nn.SiLU(), mlp(hidden, hidden, args.num_bins))
+        self.predictor = nn.Sequential(nn.SiLU(), mlp(hidden, hidden, hidden))
+
+        # start at Q = 0 rather than at the middle of the range
+        last_layer = self.head[-1][-1]
+        last_layer.weight.data *= 0.01
+        last_layer.bias.data = 40 * hl_gauss(torch.zeros(1), self.edges, self.sigma)[0]
 
     def features(self, obs, action):
-        return self.encoder(torch.cat([obs[:, self.critic_start :], action], -1))
+        return self.encoder(torch.cat([obs[:, self.critic_start :], action], dim=-1))
 
     def value(self, features):
-        return self.head(features).softmax(-1) @ self.centres
+        return self.head(features).softmax(dim=-1) @ self.centers
 
 
-def hl_gauss(target, edges, sigma):  # (B,) -> mass of Normal(target, sigma) in each bin (B, bins), renormalised
-    target = target.clamp((edges[0] + edges[1]) / 2, (edges[-1] + edges[-2]) / 2)
-    cdf = torch.erf((edges - target[:, None]) / (sigma * math.sqrt(2)))
-    return (cdf[:, 1:] - cdf[:, :-1]) / (cdf[:, -1:] - cdf[:, :1])
+def hl_gauss(target, edges, sigma):
+    """(B,) -> the mass of Normal(target, sigma) in each bin, (B, bins), renormalized."""
+    lowest = (edges[0] + edges[1]) / 2
+    highest = (edges[-2] + edges[-1]) / 2
+    target = target.clamp(lowest, highest)[:, None]
+    cdf = torch.erf((edges - target) / (sigma * math.sqrt(2)))  # (B, bins + 1)
+    mass = cdf[:, 1:] - cdf[:, :-1]
+    return mass / (cdf[:, -1:] - cdf[:, :1])
 
 
-def critic_loss(critic, obs, action, target, next_features, weight, aux_coef):
-    """Cross-entropy to the HL-Gauss target, and the auxiliary prediction; weight (B,) sums to one."""
-    features = critic.features(obs, action)
-    log_probs = critic.head(features).log_softmax(-1)
-    fit = -((hl_gauss(target, critic.edges, critic.sigma) * log_probs).sum(-1) * weight).sum()
-    aux = ((critic.predictor(features) - next_features).square().mean(-1) * weight).sum()
-    return fit + aux_coef * aux, fit, aux
+def critic_loss(critic, batch, args):
+    """Cross-entropy to the HL-Gauss targets, and the auxiliary prediction. -> loss, metrics"""
+    features = critic.features(batch["obs"], batch["action"])
+    log_probs = critic.head(features).log_softmax(dim=-1)
+    target_probs = hl_gauss(batch["target"], critic.edges, critic.sigma)
+    fit = -(target_probs * log_probs).sum(dim=-1).mean()
+    auxiliary = F.mse_loss(critic.predictor(features), batch["next_features"])
+    loss = fit + args.aux_coef * auxiliary
+    return loss, {"losses/critic": fit.detach(), "losses/auxiliary": auxiliary.detach()}
 
 
 # --- end shared ---
-# --- shared: TruDi ---
-class DiffusionPolicy(nn.Module):  # predicts the control u(x, s, k) of denoising step k; see sample_chain
-    def __init__(self, obs_dim, actor_dim, action_dim, hidden, num_steps, eta):
+# --- shared: diffusion policy ---
+class DiffusionPolicy(nn.Module):
+    """Predicts the control u(x, s, k) of denoising step k; sample_chain turns it into actions."""
+
+    def __init__(self, obs_dim, actor_dim, action_dim, args):
         super().__init__()
-        self.actor_dim, self.action_dim, self.num_steps, self.eta = actor_dim, action_dim, num_steps, eta
-        self.normaliser = Normaliser(obs_dim)
-        angles = torch.arange(num_steps)[:, None] * torch.exp(torch.arange(16) * -math.log(10_000) / 16)
-        self.register_buffer("time_features", torch.cat([angles.sin(), angles.cos()], 1), persistent=False)  # (N, 32)
-        self.register_buffer("sizes", torch.tensor(step_sizes(num_steps)), persistent=False)  # (N,)
+        self.actor_dim = actor_dim
+        self.action_dim = action_dim
+        self.num_steps = args.diffusion_steps
+        self.eta = args.eta
+        self.schedule = cosine_schedule(self.num_steps)
+        self.normalizer = Normalizer(obs_dim)
+        frequencies = torch.exp(torch.arange(16) * -math.log(10_000) / 16)
+        angles = torch.arange(self.num_steps)[:, None] * frequencies
+        time_features = torch.cat([angles.sin(), angles.cos()], dim=1)
+        self.register_buffer("time_features", time_features, persistent=False)  # (N, 32)
+        self.register_buffer("step_sizes", torch.tensor(self.schedule), persistent=False)  # (N,)
+
+        # one linear layer of [obs, x, time], written as a sum: along a chain only x changes
+        hidden = args.hidden_size
         self.time_mlp = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-        self.first = nn.Linear(actor_dim + action_dim + 32, hidden)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2))
+        self.obs_layer = nn.Linear(actor_dim, hidden)
+        self.x_layer = nn.Linear(action_dim, hidden, bias=False)
+        self.time_layer = nn.Linear(32, hidden, bias=False)
+        bound = 1 / math.sqrt(actor_dim + action_dim + 32)  # torch's own, for the whole layer
+        for layer in (self.obs_layer, self.x_layer, self.time_layer):
+            nn.init.uniform_(layer.weight, -bound, bound)
+        nn.init.uniform_(self.obs_layer.bias, -bound, bound)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2)
+        )
         self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, action_dim))
-        nn.init.zeros_(self.out[1].weight)
+        nn.init.zeros_(self.out[1].weight)  # u = 0: the chain starts as its prior
         nn.init.zeros_(self.out[1].bias)
 
-    def noise(self, batch, rng):
-        return torch.randn(self.num_steps + 1, batch, self.action_dim, generator=rng, device=rng.device)
+    def noise(self, batch_size, generator):
+        shape = (self.num_steps + 1, batch_size, self.action_dim)
+        return torch.randn(shape, generator=generator, device=generator.device)
 
     def embed(self, obs):
-        """First layer, split by columns: state and time parts (N, B, H), once per chain, and the weights of x."""
-        weight_obs, weight_x, weight_time = self.first.weight.split([self.actor_dim, self.action_dim, 32], 1)
-        state = F.linear(obs[:, : self.actor_dim], weight_obs, self.first.bias)
-        return F.linear(self.time_mlp(self.time_features), weight_time)[:, None] + state, weight_x.t()
+        """The part of the first layer that does not depend on x, for all steps: (N, B, H)"""
+        time_part = self.time_layer(self.time_mlp(self.time_features))  # (N, H)
+        return time_part[:, None] + self.obs_layer(obs[:, : self.actor_dim])
 
-    def control(self, embedded, weight_x, x):
-        z = F.gelu(embedded + x @ weight_x)
+    def control(self, embedded, x):
+        z = F.gelu(embedded + self.x_layer(x))
         for block in self.blocks:
             z = z + F.gelu(block(z))
         return self.out(z)
 
 
-class Agent(nn.Module):  # all that training changes, in one state_dict
+class Agent(nn.Module):
+    """All that training changes, in one state_dict."""
+
     def __init__(self, envs, args):
         super().__init__()
-        obs_dim, A, H = envs.obs.shape[1], envs.action_dim, args.hidden_size
-        self.policy = DiffusionPolicy(obs_dim, envs.actor_dim, A, H, args.diffusion_steps, args.eta)
-        self.critic = Critic(envs.critic_start, obs_dim, A, H, args.num_bins, args.vmin, args.vmax, args.hl_sigma)
+        self.policy = DiffusionPolicy(envs.obs_dim, envs.actor_dim, envs.action_dim, args)
+        self.critic = Critic(envs.critic_start, envs.obs_dim, envs.action_dim, args)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha_init)))
         self.log_lambda = nn.Parameter(torch.tensor(math.log(args.lambda_init)))
-        self.register_buffer("discounted_return", torch.zeros(args.num_envs))
-        self.register_buffer("return_moment", torch.zeros(2))  # sum of its squares, count
-
-    def optimisers(self, args):  # of policy and duals, of the critic
-        parameters = [*self.policy.parameters(), self.log_alpha, self.log_lambda], [*self.critic.parameters()]
-        return [torch.optim.Adam(p, args.learning_rate, fused=True) for p in parameters]
+        self.register_buffer("discounted_return", torch.zeros(args.num_envs))  # see scale_rewards
+        self.register_buffer("squared_return_sum", torch.zeros(()))
+        self.register_buffer("return_count", torch.zeros(()))
 
 
-def step_sizes(N):  # cosine schedule from the prior (k = 0) to the action; e_k / eta^2 is the paper's beta * delta
-    return [(0.999 * math.cos(math.pi / 2 * (1.008 - (N - k) / N) / 1.008) ** 2 + 0.001) / N for k in range(N)]
+# === 4. The denoising chain ===
+class Chain(NamedTuple):
+    action: torch.Tensor  # (B, A), in [-1, 1]
+    running_cost: torch.Tensor  # (B,), what alpha is driven by
+    entropy_bound: torch.Tensor  # (B,), Eq. (12)
+    latents: torch.Tensor  # (B, N, A): x_0 to x_{N-1}
+    controls: torch.Tensor  # (B, N, A): u at each of them
+
+
+def cosine_schedule(N):
+    """Step sizes e_k from prior (k = 0) to action; e_k / eta^2 is the paper's beta * delta."""
+    step_sizes = []
+    for k in range(N):
+        remaining = (N - k) / N
+        angle = math.pi / 2 * (1.008 - remaining) / 1.008
+        step_sizes.append((0.999 * math.cos(angle) ** 2 + 0.001) / N)
+    return step_sizes
 
 
 def sample_chain(policy, obs, noise):
-    """Denoise from the prior, Eq. (5), (7); bound the entropy of the result from below, Eq. (12). noise (N+1, B, A)
-    -> action (B, A), run (B,), bound (B,), latents x_0..x_{N-1} and controls, (B, N, A) each"""
-    A, h, e, sizes = policy.action_dim, policy.eta**-2, policy.sizes[:, None, None], step_sizes(policy.num_steps)
-    embedded, weight_x, pushes = *policy.embed(obs), noise[1:] * (2 * e).sqrt()
-    x, latents, controls = policy.eta * noise[0], [], []
-    for size, z, push in zip(sizes, embedded.unbind(), pushes, strict=True):  # unbind: its gradient is one stack
+    """Denoise, Eq. (5), (7), and bound the entropy of the result from below, Eq. (12).
+
+    noise (N + 1, B, A): the first row makes x_0, the others push the N steps.
+    """
+    eta2 = policy.eta**2
+    embedded = policy.embed(obs).unbind()  # unbind: its gradient is one stack
+    x = policy.eta * noise[0]  # the prior Normal(0, eta^2)
+    latents = []
+    controls = []
+    for k, e in enumerate(policy.schedule):
+        u = policy.control(embedded[k], x)
         latents.append(x)
-        controls.append(policy.control(z, weight_x, x))
-        x = push + (1 - size * h) * x + size * controls[-1]
-    latents, controls = torch.stack(latents), torch.stack(controls)  # (N, B, A)
-    mean = latents + e * (controls - h * latents)
-    log_ratio = -e / 4 * (controls - h * (latents + mean)).square() + e * h * (1 - e * h / 2)  # its mean given x
-    log_prior = -A * (0.5 * math.log(2 * math.pi * math.e) + math.log(policy.eta))
-    log_jacobian = (2 * (math.log(2) - x - F.softplus(-2 * x))).sum(-1)  # log(1 - tanh^2 x)
-    run = -(log_ratio.sum((0, 2)) + log_jacobian)
-    return x.tanh(), run, -run - log_prior, latents.transpose(0, 1), controls.transpose(0, 1)
+        controls.append(u)
+        x = x + e * (u - x / eta2) + math.sqrt(2 * e) * noise[k + 1]
+    latents = torch.stack(latents)  # (N, B, A)
+    controls = torch.stack(controls)  # (N, B, A)
+
+    # log(noising(x_k | y) / denoising(y | x_k)), in its mean over y = x_{k+1}: the expectation is
+    # that of the sampled y, and the gradient has less noise
+    e = policy.step_sizes[:, None, None]
+    mean = latents + e * (controls - latents / eta2)
+    log_ratio = -e / 4 * (controls - (latents + mean) / eta2) ** 2 + e / eta2 * (1 - e / eta2 / 2)
+    log_jacobian = 2 * (math.log(2) - x - F.softplus(-2 * x))  # log(1 - tanh(x)^2)
+    running_cost = -(log_ratio.sum(dim=(0, 2)) + log_jacobian.sum(dim=-1))  # (B,)
+    prior_entropy = policy.action_dim * 0.5 * math.log(2 * math.pi * math.e * eta2)
+    return Chain(
+        action=x.tanh(),
+        running_cost=running_cost,
+        entropy_bound=prior_entropy - running_cost,
+        latents=latents.transpose(0, 1),
+        controls=controls.transpose(0, 1),
+    )
 
 
 def trajectory_kl(policy, obs, latents, controls):
-    """Eq. (14): KL of Gaussians of equal variance, step by step along the old policy's chains (B, K, N, A) -> (B,)"""
-    embedded, weight_x = policy.embed(obs)
-    u = policy.control(embedded.transpose(0, 1)[:, None], weight_x, latents)  # all N steps in one batch
-    return ((u - controls).square().sum(-1) * policy.sizes / 4).sum(-1).mean(-1)
+    """Eq. (14) along chains of the old policy, (B, K, N, A) -> (B,)
+
+    Both policies take steps of equal variance, so each KL is a squared distance of controls.
+    """
+    embedded = policy.embed(obs).transpose(0, 1)[:, None]  # (B, 1, N, H): all steps in one batch
+    new_controls = policy.control(embedded, latents)
+    squared_distance = (new_controls - controls).square().sum(dim=-1)  # (B, K, N)
+    return (policy.step_sizes / 4 * squared_distance).sum(dim=-1).mean(dim=-1)
 
 
-def actor_loss(agent, obs, latents, controls, noise, weight, args, sparse):
-    """Eq. (19): states inside the trust region improve, the others return to the old policy. sparse: the same by the
-    branch of each state alone, for a CPU. -> loss, c(s), then run, bound, weight of the improving states"""
-    with torch.set_grad_enabled(not sparse):
-        kl = back = trajectory_kl(agent.policy, obs, latents, controls)
-    inside, every = kl <= args.kl_bound, torch.ones_like(kl, dtype=torch.bool)
-    improve, pull = dict(split=(inside, ~inside), penalty=(every, every), none=(every, ~every))[args.trust_region]
-    improve_weight, pull_weight = weight * improve, weight * pull
-    if sparse:
-        a, b = improve.nonzero()[:, 0], pull.nonzero()[:, 0]
-        back = trajectory_kl(agent.policy, obs[b], latents[b], controls[b])
-        obs, noise, improve_weight, pull_weight = obs[a], noise[:, a], improve_weight[a], pull_weight[b]
-    action, run, bound, _, _ = sample_chain(agent.policy, obs, noise)
-    q = agent.critic.value(agent.critic.features(obs, action))
-    h = -q - agent.log_alpha.detach().exp() * bound  # Eq. (20)
-    loss = (h * improve_weight).sum() + agent.log_lambda.detach().exp() * (back * pull_weight).sum()
-    return loss, kl.detach(), run.detach(), bound.detach(), improve_weight
+def act(agent, obs, sampler, args, generator):
+    """Actions at evaluation; obs are normalized.
 
-
-def dual_loss(agent, run, weight, kl, kl_weight, args):
-    """Eq. (21): alpha grows while `run` is above its target (too little entropy); Eq. (22): lambda while the KL is."""
-    gap = ((args.entropy_target * agent.policy.action_dim - run) * weight).sum()
-    excess = ((kl - args.kl_bound) * kl_weight).sum() * (args.trust_region != "none")
-    return agent.log_alpha.exp() * gap - agent.log_lambda.exp() * excess
-
-
-@torch.no_grad()
-def rollout(agent, envs, obs, args, rng, lap):  # -> dict of (T, E, ...) with the chains for the trust region, obs
-    policy, rows = agent.policy, []
-    for _ in range(args.num_steps):
-        policy.normaliser.update(obs)
-        x = policy.normaliser(obs)  # stored normalised: the old and the new policy see the same input
-        action, _, _, latents, controls = sample_chain(policy, x, policy.noise(len(x), rng))
-        lap("act")
-        obs, reward, *ends, final_obs = envs.step(action)
-        rows.append((x, action, latents, controls, reward, *ends, envs.valid, policy.normaliser(final_obs)))
-        lap("env")
-    names = "obs action latents controls reward terminated truncated valid next_obs".split()
-    return dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True)), obs
-
-
-@torch.no_grad()
-def compute_targets(agent, data, args, rng):
-    """Soft TD(lambda) targets, Eq. (13), once per rollout, with its own policy and critic. -> dict of (T * E, ...)"""
-    policy, critic, (T, E), chunks = agent.policy, agent.critic, data["reward"].shape, []
-    for x in data["next_obs"].flatten(0, 1).split(8192):
-        action, _, bound, _, _ = sample_chain(policy, x, policy.noise(len(x), rng))
-        features = critic.features(x, action)
-        chunks.append((features, critic.value(features), bound))
-    features, value, bound = map(torch.cat, zip(*chunks, strict=True))
-    reward, terminated, cut = data["reward"], data["terminated"], data["terminated"] | data["truncated"]
-    if args.normalise_reward:
-        reward = scale_rewards(agent, reward, cut, args.gamma, args.return_scale)
-    soft_reward = reward + args.gamma * ~terminated * agent.log_alpha.exp() * bound.view(T, E)
-    cut[:-1] |= ~data["valid"][1:]  # no trace runs into a dropped step
-    flat = {k: data[k].flatten(0, 1) for k in ("obs", "action", "latents", "controls", "valid")}
-    target = td_lambda_targets(soft_reward, value.view(T, E), terminated, cut, args.gamma, args.td_lambda)
-    flat["target"], flat["next_features"] = target.flatten(), features
-    more = (sample_chain(policy, flat["obs"], policy.noise(T * E, rng))[3:] for _ in range(args.kl_samples - 1))
-    chains = zip((flat["latents"], flat["controls"]), *more, strict=True)
-    flat["latents"], flat["controls"] = (torch.stack(x, 1) for x in chains)  # (T * E, K, N, A)
-    return flat
-
-
-def update(agent, optimisers, data, args, rng, lap, progress):
-    """Epochs of minibatches: a critic step, then a step of policy and duals. -> means of the metrics, on the device"""
-    (actor_optimiser, critic_optimiser), policy, critic, history = optimisers, agent.policy, agent.critic, []
-    actor_optimiser.param_groups[0]["lr"] = args.actor_learning_rate * (1 - args.anneal * progress)
-    size, sparse = len(data["target"]), rng.device.type == "cpu" and not args.compile
-    for epoch in range(args.update_epochs):
-        order = torch.randperm(size, generator=rng, device=rng.device)
-        for i, index in enumerate(order.split(size // args.num_minibatches), epoch * args.num_minibatches + 1):
-            obs, action, latents, controls, valid, target, next_features = (x[index] for x in data.values())
-            weight = valid / valid.sum().clamp(min=1)  # (B,), zero for dropped steps
-            loss, fit, aux = critic_loss(critic, obs, action, target, next_features, weight, args.aux_coef)
-            critic_optimiser.zero_grad()
-            loss.backward()
-            critic_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
-            critic_optimiser.step()
-            lap("critic")
-            if i % min(args.policy_delay, args.update_epochs * args.num_minibatches):
-                continue
-            noise = policy.noise(len(index), rng)
-            actor, kl, run, bound, inside = actor_loss(agent, obs, latents, controls, noise, weight, args, sparse)
-            loss = actor + dual_loss(agent, run, inside, kl, weight, args)
-            actor_optimiser.zero_grad()
-            loss.backward(inputs=actor_optimiser.param_groups[0]["params"])  # the critic's parameters get no gradient
-            actor_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            actor_optimiser.step()
-            share = inside.sum().clamp(min=1e-6)
-            policy_means = (kl * weight).sum(), share, (run * inside).sum() / share, (bound * inside).sum() / share
-            history.append(torch.stack([fit, aux, critic_norm, actor, actor_norm, *policy_means]).detach())
-            lap("actor")
-    names = "losses/critic losses/auxiliary losses/critic_grad_norm losses/actor losses/actor_grad_norm policy/kl"
-    names += " policy/inside policy/run policy/entropy_bound losses/target losses/clipped_targets"
-    clipped = (data["target"] != data["target"].clamp(args.vmin, args.vmax)).float().mean()
-    metrics = dict(zip(names.split(), [*torch.stack(history).mean(0), data["target"].mean(), clipped], strict=True))
-    return metrics | {"policy/alpha": agent.log_alpha.exp(), "policy/lambda": agent.log_lambda.exp()}
-
-
-def act(agent, obs, sampler, args, rng):  # at evaluation; obs are normalised
-    policy, critic, K = agent.policy, agent.critic, args.eval_best_of if sampler == "best-of-k" else 1
-    noise, obs = policy.noise(len(obs) * K, rng), obs.repeat_interleave(K, 0)
-    if sampler == "ode":  # probability flow with score scale c, Eq. (23); x starts anywhere, to reach every mode
-        (embedded, weight_x), x, c = policy.embed(obs), policy.eta * noise[0], args.eval_score_scale
-        for k, e in enumerate(step_sizes(policy.num_steps)):
-            x = x + e * ((1 - 2 * c) * x / policy.eta**2 + c * policy.control(embedded[k], weight_x, x))
+    ode: the probability flow with score scale c, Eq. (23), from a random start, so that every mode
+    can be reached. sde: the policy itself. best-of-k: the best by Q of K samples of the policy.
+    """
+    policy = agent.policy
+    if sampler == "ode":
+        c = args.eval_score_scale
+        embedded = policy.embed(obs)
+        x = policy.eta * policy.noise(len(obs), generator)[0]
+        for k, e in enumerate(policy.schedule):
+            u = policy.control(embedded[k], x)
+            x = x + e * (c * u + (1 - 2 * c) * x / policy.eta**2)
         return x.tanh()
-    action = sample_chain(policy, obs, noise)[0]
-    best = critic.value(critic.features(obs, action)).view(-1, K).argmax(1, keepdim=True)  # (E, 1)
-    return action.view(len(best), K, -1).take_along_dim(best[:, :, None], 1)[:, 0]
+    if sampler == "sde":
+        return sample_chain(policy, obs, policy.noise(len(obs), generator)).action
+    K = args.eval_best_of
+    repeated = obs.repeat_interleave(K, dim=0)  # (E * K, O)
+    action = sample_chain(policy, repeated, policy.noise(len(repeated), generator)).action
+    q = agent.critic.value(agent.critic.features(repeated, action))
+    best = q.view(-1, K).argmax(dim=1)  # (E,)
+    rows = torch.arange(len(obs), device=obs.device)
+    return action.view(len(obs), K, -1)[rows, best]
+
+
+# === 5. The losses of policy and duals ===
+def actor_loss(agent, batch, noise, args):
+    """The split objective, Eq. (19): inside the trust region improve, outside of it go back.
+
+    -> loss, metrics; running cost and entropy bound are means over the states inside
+    """
+    kl = trajectory_kl(agent.policy, batch["obs"], batch["latents"], batch["controls"])
+    chain = sample_chain(agent.policy, batch["obs"], noise)
+    q = agent.critic.value(agent.critic.features(batch["obs"], chain.action))
+    alpha = agent.log_alpha.exp().detach()
+    multiplier = agent.log_lambda.exp().detach()
+    improve = -q - alpha * chain.entropy_bound  # Eq. (20)
+    pull_back = multiplier * kl
+    inside = inside_trust_region(kl, args)
+    loss = torch.where(inside, improve, pull_back).mean()
+    num_inside = inside.sum().clamp(min=1)
+    return loss, {
+        "policy/kl": kl.detach().mean(),
+        "policy/inside": inside.float().mean(),
+        "policy/running_cost": (inside * chain.running_cost).detach().sum() / num_inside,
+        "policy/entropy_bound": (inside * chain.entropy_bound).detach().sum() / num_inside,
+    }
+
+
+def sparse_actor_loss(agent, batch, noise, args):
+    """actor_loss, value and gradient, by the branch that counts for each state alone.
+
+    On a CPU that saves a third of an update. A GPU would wait for the sizes of the branches.
+    """
+    obs = batch["obs"]
+    latents = batch["latents"]
+    controls = batch["controls"]
+    with torch.no_grad():
+        kl = trajectory_kl(agent.policy, obs, latents, controls)
+    inside = inside_trust_region(kl, args)
+    improving = inside.nonzero()[:, 0]
+    returning = (~inside).nonzero()[:, 0]
+    chain = sample_chain(agent.policy, obs[improving], noise[:, improving])
+    q = agent.critic.value(agent.critic.features(obs[improving], chain.action))
+    improve = -q - agent.log_alpha.exp().detach() * chain.entropy_bound
+    kl_outside = trajectory_kl(
+        agent.policy, obs[returning], latents[returning], controls[returning]
+    )
+    pull_back = agent.log_lambda.exp().detach() * kl_outside
+    loss = (improve.sum() + pull_back.sum()) / len(kl)
+    num_inside = max(len(improving), 1)
+    return loss, {
+        "policy/kl": kl.mean(),
+        "policy/inside": inside.float().mean(),
+        "policy/running_cost": chain.running_cost.detach().sum() / num_inside,
+        "policy/entropy_bound": chain.entropy_bound.detach().sum() / num_inside,
+    }
+
+
+def inside_trust_region(kl, args):
+    """(B,) -> where the policy may improve; without a trust region, as in DIME, everywhere"""
+    if args.trust_region == "none":
+        return torch.ones_like(kl, dtype=torch.bool)
+    return kl <= args.kl_bound
+
+
+def dual_loss(agent, metrics, args):
+    """Eq. (21): alpha grows while there is too little entropy, the running cost above its target.
+    Eq. (22): lambda grows while the KL is above its bound. metrics: of the policy's loss"""
+    cost_target = args.entropy_target * agent.policy.action_dim
+    spare_entropy = metrics["policy/inside"] * (cost_target - metrics["policy/running_cost"])
+    loss = agent.log_alpha.exp() * spare_entropy
+    if args.trust_region == "split":
+        excess_kl = metrics["policy/kl"] - args.kl_bound
+        loss = loss - agent.log_lambda.exp() * excess_kl
+    return loss
 
 
 # --- end shared ---
-# --- shared: evaluation and run ---
+# === 6. One iteration: rollout, targets, update ===
+@torch.no_grad()
+def rollout(agent, envs, obs, args, generator):
+    """Collect T steps with the current policy. -> dict of (T, E, ...), next observation"""
+    policy = agent.policy
+    steps = []
+    for _ in range(args.num_steps):
+        policy.normalizer.update(obs)
+        normalized = policy.normalizer(obs)  # stored: old and new policy must see the same input
+        chain = sample_chain(policy, normalized, policy.noise(len(obs), generator))
+        obs, reward, terminated, truncated, final_obs = envs.step(chain.action)
+        steps.append(
+            {
+                "obs": normalized,
+                "action": chain.action,
+                "latents": chain.latents,  # with the controls they define the trust region
+                "controls": chain.controls,
+                "reward": reward,
+                "terminated": terminated,
+                "truncated": truncated,
+                "broken": envs.broken,
+                "next_obs": policy.normalizer(final_obs),
+            }
+        )
+    data = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+    return data, obs
+
+
+# --- shared: targets ---
+def td_lambda_targets(reward, next_value, terminated, truncated, gamma, td_lambda):
+    """Eq. (17), (18), all (T, E); next_value belongs to the true next observation."""
+    targets = torch.empty_like(reward)
+    next_target = next_value[-1]  # the rollout's end cuts the trace
+    for t in reversed(range(len(reward))):
+        mixed = td_lambda * next_target + (1 - td_lambda) * next_value[t]
+        future = torch.where(truncated[t], next_value[t], mixed)  # a time-out cuts it, too
+        targets[t] = reward[t] + gamma * ~terminated[t] * future
+        next_target = targets[t]
+    return targets
+
+
+def scale_rewards(agent, reward, ended, args):
+    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale."""
+    for t in range(len(reward)):
+        agent.discounted_return.mul_(args.gamma).add_(reward[t])
+        agent.squared_return_sum += agent.discounted_return.square().sum()
+        agent.return_count += len(agent.discounted_return)
+        agent.discounted_return *= ~ended[t]
+    rms = (agent.squared_return_sum / agent.return_count).sqrt().clamp(min=1e-8)
+    return reward * args.return_scale / rms
+
+
+# --- end shared ---
+@torch.no_grad()
+def compute_targets(agent, data, args, generator):
+    """Soft TD(lambda) targets, Eq. (13), with the policy and critic of the rollout.
+
+    -> dict of (T * E, ...): what update needs
+    """
+    policy = agent.policy
+    critic = agent.critic
+    T, E = data["reward"].shape
+    next_values = []
+    next_bounds = []
+    next_features = []
+    for next_obs in data["next_obs"].flatten(0, 1).split(8192):  # chunks, to bound the memory
+        chain = sample_chain(policy, next_obs, policy.noise(len(next_obs), generator))
+        features = critic.features(next_obs, chain.action)
+        next_features.append(features)
+        next_values.append(critic.value(features))
+        next_bounds.append(chain.entropy_bound)
+    next_value = torch.cat(next_values).view(T, E)
+    next_bound = torch.cat(next_bounds).view(T, E)
+
+    reward = data["reward"]
+    terminated = data["terminated"]
+    truncated = data["truncated"].clone()
+    if args.normalize_reward:
+        reward = scale_rewards(agent, reward, terminated | truncated, args)
+    truncated[:-1] |= data["broken"][1:]  # no trace runs into a broken step
+    alpha = agent.log_alpha.exp()
+    soft_reward = reward + args.gamma * ~terminated * alpha * next_bound
+    target = td_lambda_targets(
+        soft_reward, next_value, terminated, truncated, args.gamma, args.td_lambda
+    )
+
+    obs = data["obs"].flatten(0, 1)
+    latents = [data["latents"].flatten(0, 1)]
+    controls = [data["controls"].flatten(0, 1)]
+    for _ in range(args.kl_samples - 1):  # more chains of the same policy for the KL
+        chain = sample_chain(policy, obs, policy.noise(T * E, generator))
+        latents.append(chain.latents)
+        controls.append(chain.controls)
+    flat = {
+        "obs": obs,
+        "action": data["action"].flatten(0, 1),
+        "latents": torch.stack(latents, dim=1),  # (T * E, K, N, A)
+        "controls": torch.stack(controls, dim=1),
+        "target": target.flatten(),
+        "next_features": torch.cat(next_features),
+    }
+    # a broken step is never trained on: some whole step stands in for it
+    broken = data["broken"].flatten()
+    rows = torch.arange(T * E, device=broken.device)
+    rows = torch.where(broken, (~broken).int().argmax(), rows)
+    return {name: values[rows] for name, values in flat.items()}
+
+
+def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
+    """Epochs of minibatches: a critic step, then a step of policy and duals. -> mean metrics"""
+    sparse = generator.device.type == "cpu" and not args.compile
+    policy_loss = sparse_actor_loss if sparse else actor_loss
+    batch_size = len(data["target"])
+    critic_history = []
+    policy_history = []
+    for _ in range(args.update_epochs):
+        order = torch.randperm(batch_size, generator=generator, device=generator.device)
+        for index in order.split(batch_size // args.num_minibatches):
+            batch = {name: values[index] for name, values in data.items()}
+            loss, metrics = critic_loss(agent.critic, batch, args)
+            critic_optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(agent.critic.parameters(), args.max_grad_norm)
+            critic_optimizer.step()
+            critic_history.append({**metrics, "losses/critic_grad_norm": norm})
+            if len(critic_history) % args.policy_delay != 0:
+                continue
+
+            noise = agent.policy.noise(len(index), generator)
+            loss, metrics = policy_loss(agent, batch, noise, args)
+            metrics["losses/actor"] = loss.detach()
+            loss = loss + dual_loss(agent, metrics, args)
+            actor_optimizer.zero_grad()
+            # the critic's parameters get no gradient from the policy's loss
+            loss.backward(inputs=actor_optimizer.param_groups[0]["params"])
+            norm = nn.utils.clip_grad_norm_(agent.policy.parameters(), args.max_grad_norm)
+            actor_optimizer.step()
+            policy_history.append({**metrics, "losses/actor_grad_norm": norm})
+
+    means = {}
+    for history in (critic_history, policy_history):
+        for name in history[0]:
+            means[name] = torch.stack([metrics[name] for metrics in history]).mean()
+    target = data["target"]
+    outside_range = (target < args.vmin) | (target > args.vmax)
+    means["losses/target"] = target.mean()
+    means["losses/clipped_targets"] = outside_range.float().mean()
+    means["policy/alpha"] = agent.log_alpha.exp().detach()
+    means["policy/lambda"] = agent.log_lambda.exp().detach()
+    return means
+
+
+# === 7. Evaluation, checkpoints, logging ===
+# --- shared: evaluation ---
+@torch.no_grad()
+def evaluate(agent, envs, sampler, args):
+    """The first episode of each environment, by the given sampler."""
+    generator = torch.Generator(envs.device).manual_seed(args.seed)
+    obs = envs.reset()
+    first_episodes = {}
+    while len(first_episodes) < envs.num_envs:
+        normalized = agent.policy.normalizer(obs)
+        obs, *_ = envs.step(act(agent, normalized, sampler, args, generator))
+        for episode in envs.pop_finished():
+            first_episodes.setdefault(episode["env"], episode)
+    return [first_episodes[i] for i in range(envs.num_envs)]
+
+
+def mean_of(episodes, name):
+    """nan where there are no episodes, or where one does not tell"""
+    return float(np.mean([episode[name] for episode in episodes])) if episodes else math.nan
+
+
+def final_report(agent, args, run_dir):
+    """Evaluate with all samplers on the same seeds, print a table and write it as JSON."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"cannot write to {run_dir}: {error.strerror}")
+    table = {}
+    print(f"\n{args.eval_episodes} episodes each        return      std")
+    for sampler in SAMPLERS:
+        envs = make_envs(args, args.eval_episodes, 10_007 * args.seed + 5_000)
+        episodes = evaluate(agent, envs, sampler, args)
+        returns = [episode["return"] for episode in episodes]
+        table[sampler] = {"mean": np.mean(returns), "std": np.std(returns), "returns": returns}
+        line = f"{sampler:<20}{np.mean(returns):>9.1f}{np.std(returns):>9.1f}"
+        for name in EPISODE_METRICS[1:]:
+            mean = mean_of(episodes, name)
+            table[sampler][name] = None if math.isnan(mean) else mean
+            line += "" if math.isnan(mean) else f"   {name} {mean:.2f}"
+        print(line)
+    name = f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
+    (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
+    os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json says that a run is finished
+    print(f"saved in {run_dir}: " + ", ".join(sorted(path.name for path in run_dir.iterdir())))
+
+
+# --- end shared ---
+# --- shared: run folder ---
 def stop(sentence, code=2):
     print(f"error: {sentence}", file=sys.stderr)
     raise SystemExit(code)
 
 
-@torch.no_grad()
-def evaluate(agent, envs, sampler, args, watch=lambda: None):  # first episode of each env -> METRICS (3, E)
-    rng, obs, first = torch.Generator(envs.device).manual_seed(args.seed), envs.reset(), {}
-    while len(first) < envs.num_envs and envs.episode_length.max() < 10_000:  # or an env without end would run for ever
-        watch()
-        obs, *_ = envs.step(act(agent, agent.policy.normaliser(obs), sampler, args, rng))
-        while envs.finished:
-            first = {i: episode for i, *episode in envs.finished.pop(0).tolist() if i >= 0} | first
-    return np.array([first.get(env, episode) for env, *episode in envs.stats().tolist()]).T
+def save_checkpoint(path, args, agent, progress, optimizers=(), generator=None):
+    """Without optimizers and generator it can be evaluated, but not resumed."""
+    state = dict(script=SCRIPT, args=asdict(args), agent=agent.state_dict(), progress=progress)
+    if generator is not None:
+        state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+        state["generator"] = generator.get_state()
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, path)  # a kill leaves the old file or the new one
 
 
-def report(agent, make_envs, args, run_dir, device):  # all samplers on the same seeds, and the video
-    table, name = {}, f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
-    print(f"\n{args.eval_episodes} episodes each{'return':>14}{'std':>9}{'min':>9}{'max':>9}")
-    for sampler in SAMPLERS:
-        x, *others = evaluate(agent, make_envs(), sampler, args)
-        means = {k: None if np.isnan(v).any() else v.mean() for k, v in zip(METRICS[1:], others, strict=True)}
-        table[sampler] = dict(mean=x.mean(), std=x.std(), returns=x.tolist()) | means
-        success = "".join(f"   {k} {v:.2f}" for k, v in means.items() if v is not None and "success" in k)
-        print(f"{sampler:<16}{x.mean():>14.1f}{x.std():>9.1f}{x.min():>9.1f}{x.max():>9.1f}{success}")
-    (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
-    os.replace(run_dir / "eval.tmp", run_dir / name)  # its presence says that the run is finished
+def load_checkpoint(given):
+    """What --resume or --evaluate names, a file or a run's folder. -> dict"""
+    if given.resume and (given.evaluate or given.run_dir):
+        stop("--resume goes on in the run's own folder, without --evaluate or --run-dir")
+    path = Path(given.resume or given.evaluate)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     try:
-        if args.capture_video:
-            envs, frames = VecEnv(RENDERER, args.env_id, 1, args.seed, device, render_mode="rgb_array"), []
-            evaluate(agent, envs, args.eval_sampler, args, lambda: frames.append(np.uint8(envs.env.render()[0])))
-            first, *others = map(importlib.import_module("PIL.Image").fromarray, frames[:: len(frames) // 250 + 1])
-            first.save(run_dir / "video.gif", save_all=True, append_images=others, duration=50, loop=0)
-    except Exception as e:  # a video must not cost the user a finished run
-        print(f"no video: {RENDERER}, which draws them, cannot render {args.env_id} here: {e}")
-    print(f"saved in {run_dir}: {', '.join(sorted(p.name for p in run_dir.iterdir()))}")
-
-
-def parse(argv):  # -> args, checkpoint or None; --resume and --evaluate start from the checkpoint's settings
-    args = tyro.cli(Args, args=argv, description=__doc__)
-    if not (given := args.resume or args.evaluate):
-        return args, None
-    path = Path(given, "checkpoint.pt" if Path(given).is_dir() else "")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        script, before = saved["script"], saved["args"]
-    except Exception as e:
-        stop(f"{path} is missing, damaged or not a checkpoint of ours ({type(e).__name__})")
-    if script != SCRIPT or set(before) != set(vars(args)):
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+        saved_names = set(checkpoint["args"])
+    except Exception as error:
+        kind = type(error).__name__
+        stop(f"{path} is missing, damaged or not a checkpoint of ours ({kind})")
+    if script != SCRIPT or saved_names != set(asdict(given)):
         stop(f"{path} was written by {script}.py or by another version of this script")
-    fresh = dict(resume=None, evaluate=None, track=False, capture_video=False, device="auto", compile=False)
-    args = tyro.cli(Args, args=argv, default=Args(**before | fresh))
-    for k, v in vars(args).items():
-        if v != before[k] and k not in {*fresh, "total_timesteps", "torch_threads"} and not k.startswith("eval_"):
-            stop(f"the checkpoint was made with {k} {before[k]} and cannot go on with {v}")
-    return args, saved | dict(folder=path.parent)
+    if given.resume and "optimizers" not in checkpoint:
+        stop(f"{path} holds a policy without its optimizers: --resume needs checkpoint.pt")
+    checkpoint["folder"] = path.parent
+    return checkpoint
 
 
-class RunLog:  # metrics.csv with a row an iteration, a progress line, curve.png and, on demand, wandb
-    def __init__(self, run_dir, args, step, total, suite, device):
-        self.path, self.args, self.total, self.last = run_dir / "metrics.csv", args, total, {}
-        git = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
-        about = dict(suite=suite, device=str(device), git=git or None, python=sys.version.split()[0])
-        names = "torch numpy gymnasium envpool mujoco mani-skill playground mujoco-mjx jax".split()
-        about |= {k: d.version for d in importlib.metadata.distributions() if (k := d.name.replace("_", "-")) in names}
-        try:
-            wandb = importlib.import_module("wandb") if args.track else None
-            run_dir.mkdir(parents=True, exist_ok=True)
-            if not args.resume and (run_dir / "checkpoint.pt").exists():
-                raise FileExistsError(17, "it already holds one, which --resume goes on with")
-            (run_dir / "args.json").write_text(json.dumps(vars(args) | about, indent=1))
-        except (OSError, ImportError) as e:
-            stop(f"cannot start a run in {run_dir}: {getattr(e, 'strerror', e)}")
-        print(f"run folder: {run_dir}")
-        rows = self.path.read_text().splitlines(True) if step and self.path.exists() else []
-        kept = [r for r in rows[1:] if r.endswith("\n") and int(r.split(",")[0]) <= step]  # later ones will come again
-        self.path.write_text("".join(rows[:1] + kept))
-        self.wandb = wandb and wandb.init(name=run_dir.name, config=vars(args), dir=str(run_dir), resume="auto")
-
-    def add(self, row):
-        known = {k: v for k, v in row.items() if v is not None and v == v}
-        with self.path.open("a") as f:
-            f.write(("" if f.tell() else ",".join(row) + "\n") + ",".join(str(known.get(k, "")) for k in row) + "\n")
-        if self.wandb:
-            self.wandb.log(known, step=row["global_step"])
-        self.last, step, speed = self.last | known, row["global_step"], row["charts/sps"]
-        width = os.get_terminal_size().columns - 1 if sys.stdout.isatty() else 0
-        if width or "eval/return" in known:
-            last = [f"{self.last[k]:.1f}" if k in self.last else "-" for k in ("charts/episode_return", "eval/return")]
-            text = f"[{'#' * (20 * step // self.total):.<20}] {step:,}/{self.total:,}  return {last[0]}"
-            text += f"  eval {last[1]}  " + PROGRESS.format_map(vars(self.args) | row)
-            text += f"  {speed:,.0f} steps/s  {(self.total - step) / speed / 60:.1f} min left"
-            print(f"\r{text[:width]}\033[K" if width else text, end="" if width else "\n", flush=True)
-        if "eval/return" in known:  # a new point for curve.png
-            figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
-            axis, (names, *rows) = figure.subplots(), [r.split(",") for r in self.path.read_text().splitlines()]
-            for i, style in ((names.index("charts/episode_return"), "-"), (names.index("eval/return"), "o-")):
-                points = np.array([(r[0], r[i]) for r in rows if r[i]], float).reshape(-1, 2)
-                axis.plot(*points.T, style, ms=4, label=names[i])
-            axis.set(title=f"{self.args.env_id}, {SCRIPT}, seed {self.args.seed}", xlabel="env steps", ylabel="return")
-            axis.legend(frameon=False)
-            figure.savefig(self.path.with_name("curve.png"), dpi=110)
+def restore(checkpoint, args, agent, optimizers=(), generator=None):
+    """Everything but the environments, whose interrupted episodes start again."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError:
+        stop(f"the checkpoint does not fit {args.env_id}, which has other shapes now")
+    agent.discounted_return.zero_()
+    if generator is not None:
+        for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        if checkpoint["generator"].shape == generator.get_state().shape:  # the same kind of device
+            generator.set_state(checkpoint["generator"])
+        print("resumed; episodes that were interrupted start again")
 
 
-def resolve(args, suite, device):  # fill in what was left open, say what and why, refuse what cannot work
-    sizes = dict(zip(SIZED, SIZES.get((device.type, suite), SIZES[device.type]), strict=True))
-    print(f"{args.env_id} by {args.backend}, {args.torch_threads} CPU thread(s); settings not given by flag:")
-    for reason, table in ((suite, SUITES[suite]), (f"device {device}", sizes)):
-        chosen = {k: v for k, v in table.items() if getattr(args, k) is None}
-        args = dataclasses.replace(args, **chosen)
-        print(f"  by {reason}: " + (", ".join(f"{k} {v}" for k, v in chosen.items()) or "none"))
-    free = "seed bench anneal vmin vmax gamma td_lambda gae_lambda aux_coef entropy_coef entropy_target".split()
-    low = [k for k, v in vars(args).items() if type(v) in (int, float) and v <= 0 and k not in free]
-    wrong = getattr(args, "vmin", 0) >= getattr(args, "vmax", 1) or getattr(args, "num_bins", 2) < 2
-    if low or wrong or getattr(args, "anneal", 0) > 1:
-        stop(f"{low[0]} must be positive" if low else "vmin must be below vmax, num_bins above 1, anneal at most 1")
-    if (batch := args.num_envs * args.num_steps) % args.num_minibatches or args.total_timesteps < batch:
-        stop(f"num_envs * num_steps = {batch} must be a multiple of num_minibatches and at most total_timesteps")
-    return args
+def check_comfort(args):
+    """Refuse what a script that was copied alone cannot do."""
+    if (args.bench or args.track) and extras is None:
+        stop("--bench and --track need tools/extras.py, which is not beside this script")
+    if args.track:
+        extras.import_wandb()
 
 
+def start_run(args, checkpoint):
+    """Make the run's folder and write args.json. -> the folder"""
+    name = re.sub("[/:]", "_", args.env_id)
+    if args.backend == "playground":
+        name += "-playground"
+    name += f"__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = checkpoint["folder"] if checkpoint else Path(args.run_dir or f"runs/{name}")
+    about = asdict(args)
+    if extras:
+        about |= extras.describe_machine()
+    _, about["suite"] = choose_backend(args.env_id, args.backend, args.device)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not checkpoint and (run_dir / "checkpoint.pt").exists():
+            stop(f"{run_dir} already holds a run; --resume {run_dir} goes on with it")
+        (run_dir / "args.json").write_text(json.dumps(about, indent=1))
+        (run_dir / "eval.json").unlink(missing_ok=True)  # of a run that goes on with more steps
+    except OSError as error:
+        stop(f"cannot start a run in {run_dir}: {error.strerror}")
+    print(f"{args.env_id} by {args.backend} on {args.device}; run folder: {run_dir}")
+    return run_dir
+
+
+def log_row(run_dir, row, text, display):
+    """One more line of metrics.csv and of what a person sees; text is the algorithm's part of it"""
+    with (run_dir / "metrics.csv").open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerow({name: value for name, value in row.items() if not math.isnan(value)})
+    if display:
+        display.show(row, text)
+    elif not math.isnan(row["eval/return"]):
+        print(f"{row['global_step']:,} steps  eval {row['eval/return']:.1f}  {text}", flush=True)
+
+
+def drop_rows_after(path, step):
+    """Before a run goes on: later rows come again, and a kill may have torn the last one."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in whole[1:] if int(line.split(",")[0]) <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join([*whole[:1], *kept]))
+        os.replace(temporary, path)
+
+
+def to_floats(metrics, agent):
+    """The only transfer from the device. A run whose weights have become nonsense ends here."""
+    finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).all()
+    *values, finite = torch.stack([*metrics.values(), finite]).tolist()
+    if not finite:
+        stop("the parameters have become non-finite; checkpoint.pt is the last good state", code=1)
+    return dict(zip(metrics, values, strict=True))
+
+
+# --- end shared ---
+# === 8. Main ===
 def main(argv=None):
-    args, saved = parse(argv)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        stop(f"--device {args.device}: torch sees no CUDA device here")
+    args, checkpoint = parse_args(argv)
     torch.set_num_threads(args.torch_threads)
-    args.backend, suite = choose_backend(args, device)
-    args = resolve(args, suite, device)
-    name = "-playground" * (args.backend == "playground") + f"__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = saved["folder"] if saved else Path(args.run_dir or f"runs/{re.sub('[/:]', '_', args.env_id)}{name}")
+    progress = {"step": 0, "best_return": -math.inf, "elapsed": 0.0, "nonfinite": 0}
+    if args.resume:
+        progress = checkpoint["progress"]
 
-    def make_envs(resets=None, num_envs=args.eval_episodes, seed=args.seed * 10_007 + 5_000, stagger=0):
-        return VecEnv(args.backend, args.env_id, num_envs, seed % 2**30, device, args.torch_threads, resets, stagger)
-
+    # seeds
     torch.manual_seed(args.seed)
-    rng = torch.Generator(device).manual_seed(args.seed)
-    resets = [np.array(r) for r in saved["resets"]] if args.resume else [None, None]
-    envs = make_envs(resets[0], 1 if args.evaluate else args.num_envs, args.seed * 10_007, args.num_steps)
-    agent = Agent(envs, args).to(device)
-    optimisers = agent.optimisers(args)
-    obs, step, best, elapsed, signals = torch.as_tensor(envs.obs, device=device), 0, -math.inf, 0.0, []
-    if saved:
-        if {k: v.shape for k, v in saved["agent"].items()} != {k: v.shape for k, v in agent.state_dict().items()}:
-            stop(f"the checkpoint does not fit {args.env_id}: its observations or actions have other shapes now")
-        agent.load_state_dict(saved["agent"])
-        for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
-            optimiser.load_state_dict(state)
-        step, best, elapsed, envs.nonfinite = (saved[k] for k in ("step", "best", "elapsed", "nonfinite"))
-        if saved["rng"].shape == rng.get_state().shape:  # another kind of device goes on with a stream of its own
-            rng.set_state(saved["rng"])
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+
+    # environments, networks, optimizers
+    env_seed = 10_007 * args.seed + progress["step"]
+    eval_envs = make_envs(args, args.eval_episodes, env_seed + 5_000)
+    agent = Agent(eval_envs, args).to(args.device)
+    if args.evaluate:
+        restore(checkpoint, args, agent)
+        final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
+        return
+    envs = make_envs(args, args.num_envs, env_seed, stagger=args.num_steps)
+    actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
+    actor_optimizer = torch.optim.Adam(actor_parameters, args.actor_learning_rate, fused=True)
+    critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
+    optimizers = (actor_optimizer, critic_optimizer)
+    if args.resume:
+        restore(checkpoint, args, agent, optimizers, generator)
     if args.compile:  # the one place where functions are compiled
-        globals().update({hot: torch.compile(globals()[hot]) for hot in HOT})
-    batch, seconds, clock = args.num_envs * args.num_steps, {}, [0.0]  # seconds of each phase
-    iterations = 0 if args.evaluate else args.bench + 3 if args.bench else args.total_timesteps // batch
-    grid = {round(i) for i in np.linspace(0, iterations, args.eval_points + 1)[1:]}
+        global sample_chain, trajectory_kl, td_lambda_targets, critic_loss
+        sample_chain = torch.compile(sample_chain)
+        trajectory_kl = torch.compile(trajectory_kl)
+        td_lambda_targets = torch.compile(td_lambda_targets)
+        critic_loss = torch.compile(critic_loss)
+    if args.bench:
+        extras.bench(sys.modules[__name__], agent, envs, optimizers, args, generator)
+        return
 
-    def lap(phase):
-        if args.bench and device.type == "cuda":
-            torch.cuda.synchronize()
-        clock.append(time.perf_counter())
-        seconds[phase] = seconds.get(phase, 0.0) + clock[-1] - clock.pop(0)
+    # run folder
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    eval_iterations = np.linspace(0, num_iterations, args.eval_points + 1)[1:].round()
+    run_dir = start_run(args, checkpoint)
+    state = (args, agent, progress, optimizers, generator)
+    save_checkpoint(run_dir / "checkpoint.pt", *state)
+    drop_rows_after(run_dir / "metrics.csv", progress["step"])
+    display = extras.Display(run_dir, args, num_iterations * batch_size) if extras else None
 
-    def save(filename):  # written beside and moved into place: a kill at any moment leaves the old file or the new one
-        state = dict(script=SCRIPT, args=vars(args), agent=agent.state_dict(), rng=rng.get_state(), step=step)
-        state |= dict(optimisers=[o.state_dict() for o in optimisers], best=best, elapsed=elapsed)
-        state |= dict(nonfinite=int(envs.nonfinite), resets=[envs.resets.tolist(), eval_envs.resets.tolist()])
-        torch.save(state, run_dir / f"{filename}.tmp")
-        os.replace(run_dir / f"{filename}.tmp", run_dir / filename)
+    # training loop
+    earlier_nonfinite = progress["nonfinite"]
+    obs = envs.reset()
+    for iteration in range(progress["step"] // batch_size + 1, num_iterations + 1):
+        start = time.perf_counter()
+        share_done = (iteration - 1) / num_iterations
+        learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
+        actor_optimizer.param_groups[0]["lr"] = learning_rate
 
-    if not (args.bench or args.evaluate):
-        log, eval_envs = RunLog(run_dir, args, step, iterations * batch, suite, device), make_envs(resets[1])
-        save("checkpoint.pt")
-        for number in (signal.SIGTERM, signal.SIGINT):  # end after this iteration; a second signal ends at once
-            signal.signal(number, lambda n, _: signals.append(n) or signal.signal(n, signal.SIG_DFL))
-    for iteration in range(step // batch + 1, iterations + 1):
-        if not args.bench or iteration == 4:  # a bench adds up, after three iterations of warm-up
-            seconds.clear()
-        clock[0] = time.perf_counter()
-        data, obs = rollout(agent, envs, obs, args, rng, lap)
-        data = compute_targets(agent, data, args, rng)
-        lap("targets")
-        metrics = update(agent, optimisers, data, args, rng, lap, step / batch / iterations)
-        if args.bench:
-            continue
-        metrics["finite"] = torch.stack([p.isfinite().all() for p in agent.parameters()]).all()
-        metrics = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # the only transfer
-        lap([*seconds][-1])  # a GPU's remaining work belongs to the last phase
-        step, episodes = step + batch, [e for block in envs.finished for i, *e in block.tolist() if i >= 0]
-        envs.finished.clear()
-        if not metrics.pop("finite"):
-            stop(f"non-finite parameters after step {step}; the last good checkpoint is {run_dir / 'checkpoint.pt'}", 1)
-        row = {"global_step": step, "time/elapsed": 0.0, "charts/sps": batch / sum(seconds.values())}
-        row |= {f"charts/episode_{k}": np.mean([e[i] for e in episodes] or np.nan) for i, k in enumerate(METRICS)}
-        row |= {"charts/nonfinite": int(envs.nonfinite)} | {f"eval/{k}": None for k in METRICS} | metrics
-        if iteration in grid:
-            means = evaluate(agent, eval_envs, args.eval_sampler, args).mean(1).tolist()
-            row |= {f"eval/{k}": v for k, v in zip(METRICS, means, strict=True)}
-        lap("eval")
-        row |= {f"time/{k}": v for k, v in seconds.items()}
-        row["time/elapsed"] = elapsed = elapsed + sum(seconds.values())
-        log.add(row)
-        if iteration in grid and (share := metrics.get("losses/clipped_targets", 0)) > 0.05:
-            print(f"\nwarning: {share:.0%} of the targets are clipped to [{args.vmin:g}, {args.vmax:g}]: widen it")
-        if iteration in grid and row["eval/return"] > best:
-            best = row["eval/return"]
-            save("best.pt")
-        if iteration in grid or signals:
-            save("checkpoint.pt")
-        if signals:
-            print(f"\nstopped by {signal.Signals(signals[0]).name}; go on with --resume {run_dir}")
-            raise SystemExit(128 + signals[0])
+        data, obs = rollout(agent, envs, obs, args, generator)
+        rollout_end = time.perf_counter()
+        data = compute_targets(agent, data, args, generator)
+        metrics = update(agent, actor_optimizer, critic_optimizer, data, args, generator)
+        metrics = to_floats(metrics, agent)  # waits for the device
+        update_end = time.perf_counter()
 
-    if not args.bench:
-        return report(agent, make_envs, args, run_dir, device)
-    print(f"{args.bench * batch / sum(seconds.values()):.0f} steps/s")
-    for phase, x in seconds.items():
-        print(f"  {phase:<10}{x / args.bench * 1000:>9.1f} ms{x / sum(seconds.values()):>8.1%}")
+        episodes = [episode for episode in envs.pop_finished() if not episode["broken"]]
+        eval_episodes = []
+        evaluated = iteration in eval_iterations
+        if evaluated:
+            eval_episodes = evaluate(agent, eval_envs, args.eval_sampler, args)
+        eval_end = time.perf_counter()
+        progress["step"] = iteration * batch_size
+        progress["elapsed"] += eval_end - start
+        progress["nonfinite"] = earlier_nonfinite + int(envs.nonfinite)
+        row = {
+            "global_step": progress["step"],
+            "time/elapsed": progress["elapsed"],
+            "time/rollout": rollout_end - start,
+            "time/update": update_end - rollout_end,
+            "time/eval": eval_end - update_end,
+            "charts/sps": batch_size / (update_end - start),
+            "charts/nonfinite": progress["nonfinite"],
+        }
+        for name in EPISODE_METRICS:
+            row[f"charts/episode_{name}"] = mean_of(episodes, name)
+            row[f"eval/{name}"] = mean_of(eval_episodes, name)
+        row |= metrics
+        text = f"KL {row['policy/kl']:.3f}/{args.kl_bound:g}"
+        text += f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
+        log_row(run_dir, row, text, display)
+
+        if row["eval/return"] > progress["best_return"]:
+            progress["best_return"] = row["eval/return"]
+            save_checkpoint(run_dir / "best.pt", *state)
+        stopping = display and display.stop_signal  # Ctrl-C or SIGTERM
+        if evaluated or stopping:
+            save_checkpoint(run_dir / "checkpoint.pt", *state)
+        if stopping:
+            display.stop()
+
+    save_checkpoint(run_dir / "policy.pt", args, agent, progress)
+    final_report(agent, args, run_dir)
 
 
 if __name__ == "__main__":
     main()
-# --- end shared ---

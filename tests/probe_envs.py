@@ -1,19 +1,25 @@
-"""Tiny Gymnasium environments whose right answer is known. `--env-id probe_envs:Name-v0` finds them from here."""
+"""Tiny Gymnasium environments whose right answer is known.
+
+`--env-id probe_envs:Name-v0` finds them from this folder.
+"""
 
 import gymnasium as gym
 import numpy as np
 
 
 class Probe(gym.Env):
-    """Episodes of `length` steps; subclasses say what is seen and what is paid. A render is the clock as a picture."""
+    """Episodes of `length` steps that pay 1 each; subclasses see and pay something else."""
 
-    length, terminates = 1, True
-    low, high = np.array([-1.0], np.float32), np.array([1.0], np.float32)
+    length = 1
+    terminates = True
     size = 1  # of the observation
-    metadata = dict(render_modes=["rgb_array"], render_fps=10)
+    low = np.array([-1.0], np.float32)
+    high = np.array([1.0], np.float32)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
 
     def __init__(self, render_mode=None, **settings):
-        self.render_mode, self.t, self.episode = render_mode, 0, 0
+        self.render_mode = render_mode
+        self.t = 0
         for name, value in settings.items():
             setattr(self, name, value)
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (self.size,), np.float32)
@@ -21,16 +27,21 @@ class Probe(gym.Env):
 
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
-        self.t, self.draw, self.action = 0, self.np_random.uniform(-1, 1), np.zeros_like(self.low)
-        self.episode += 1
+        self.t = 0
+        self.draw = self.np_random.uniform(-1, 1)  # what is random about an episode
+        self.action = np.zeros_like(self.low)
         return self.see(), {}
 
     def step(self, action):
-        self.action, self.t = action, self.t + 1
+        self.action = action
+        self.t += 1
         ended = self.t == self.length
-        return self.see(), self.pay(), ended and self.terminates, ended and not self.terminates, self.tell(ended)
+        terminated = ended and self.terminates
+        truncated = ended and not self.terminates
+        return self.see(), self.pay(), terminated, truncated, self.tell(ended)
 
     def render(self):
+        """The time as a shade of gray."""
         return np.full((16, 16, 3), 10 * self.t % 256, np.uint8)
 
     def see(self):
@@ -43,7 +54,9 @@ class Probe(gym.Env):
         return {}
 
 
-class Late(Probe):  # pays at the end only
+class Late(Probe):
+    """Pays at the end only."""
+
     length = 2
 
     def see(self):
@@ -53,7 +66,9 @@ class Late(Probe):  # pays at the end only
         return float(self.t == self.length)
 
 
-class Sign(Probe):  # pays what it shows: +1 or -1
+class Sign(Probe):
+    """Pays what it shows: 1 or -1."""
+
     def see(self):
         return np.array([np.sign(self.draw)], np.float32)
 
@@ -61,7 +76,9 @@ class Sign(Probe):  # pays what it shows: +1 or -1
         return float(np.sign(self.draw))
 
 
-class Climb(Probe):  # starts at 0 or 1 and goes to 1, where each step pays 1; truncated after one step
+class Climb(Probe):
+    """Starts at 0 or 1 and goes to 1, where each step pays 1; truncated after one step."""
+
     terminates = False
 
     def see(self):
@@ -71,21 +88,33 @@ class Climb(Probe):  # starts at 0 or 1 and goes to 1, where each step pays 1; t
         return float(self.draw > 0)
 
 
-class Target(Probe):  # best action 0.5
+class Target(Probe):
+    """The best action is 0.5."""
+
     def pay(self):
         return float(-((self.action[0] - 0.5) ** 2))
 
 
-class Peaks(Probe):  # two equally good actions, -0.6 and 0.6
+class Peaks(Probe):
+    """Two actions are equally good, -0.6 and 0.6."""
+
     def pay(self):
-        return float(np.exp(-(((abs(self.action[0]) - 0.6) / 0.2) ** 2)))
+        distance = abs(self.action[0]) - 0.6
+        return float(np.exp(-((distance / 0.2) ** 2)))
 
 
 class Clock(Probe):
-    """Shows the time, the episode's random draw and the action that arrived (bounds are lopsided); random resets."""
+    """Shows the time, the episode's random draw and the action that arrived.
 
-    length, terminates, size = 16, False, 4
-    low, high = np.array([-1.0, 2.0], np.float32), np.array([3.0, 12.0], np.float32)
+    The bounds of its actions are lopsided.
+    """
+
+    length = 16
+    terminates = False
+    size = 4
+    low = np.array([-1.0, 2.0], np.float32)
+    high = np.array([3.0, 12.0], np.float32)
+    key = "success"  # where it tells whether the episode succeeded
 
     def see(self):
         return np.array([self.t, self.draw, *self.action], np.float32)
@@ -94,46 +123,72 @@ class Clock(Probe):
         return float(self.draw + 0.1 * self.action[0])
 
     def tell(self, ended):
-        return {self.key: float(self.draw > 0)} if ended else {}
-
-    key = "success"
+        if not ended:
+            return {}
+        return {self.key: float(self.draw > 0)}
 
 
 class Faulty(Clock):
-    """Actions in (0.5, 0.6) break the observation, in (-0.6, -0.5) the reward, `reset_fault` of the resets are bad."""
+    """Actions in (0.5, 0.6) break the observation, actions in (-0.6, -0.5) the reward."""
 
-    low, high, size, reset_fault, reward_fault = (
-        np.array([-1.0], np.float32),
-        np.array([1.0], np.float32),
-        3,
-        0.0,
-        np.inf,
-    )
+    size = 3
+    low = np.array([-1.0], np.float32)
+    high = np.array([1.0], np.float32)
+    reward_fault = np.inf
+    reset_fault = 0.0  # share of the resets that are bad, too
+    reset_value = np.nan  # what they show
 
     def reset(self, seed=None, options=None):
         obs, info = super().reset(seed=seed)
-        return np.where(self.np_random.uniform() < self.reset_fault, np.float32(np.nan), obs), info
+        if self.np_random.uniform() < self.reset_fault:
+            obs = np.full_like(obs, self.reset_value)
+        return obs, info
 
     def see(self):
-        return np.where(0.5 < self.action[0] < 0.6, np.float32(np.nan), super().see())
+        if 0.5 < self.action[0] < 0.6:
+            return np.full(self.size, np.nan, np.float32)
+        return super().see()
 
     def pay(self):
-        return self.reward_fault if -0.6 < self.action[0] < -0.5 else 1.0
+        if -0.6 < self.action[0] < -0.5:
+            return self.reward_fault
+        return 1.0
+
+
+class Hopeless(Clock):
+    """No step is finite."""
+
+    def pay(self):
+        return np.nan
 
 
 class Discrete(Probe):
+    """Has three actions to choose from."""
+
     def __init__(self, **settings):
         super().__init__(**settings)
         self.action_space = gym.spaces.Discrete(3)
 
 
-class Uninstalled(Probe):  # what LunarLander does where Box2D is missing
+class Uninstalled(Probe):
+    """Does what LunarLander does where Box2D is missing."""
+
     def __init__(self, **settings):
-        raise gym.error.DependencyNotInstalled("Simulator9000 is not installed, run `pip install simulator9000`")
+        sentence = "Simulator9000 is not installed, run `pip install simulator9000`"
+        raise gym.error.DependencyNotInstalled(sentence)
 
 
 gym.register("One-v0", Probe)
-gym.register("Endless-v0", Probe, kwargs=dict(length=4, terminates=False))
-for probe in (Late, Sign, Climb, Target, Peaks, Clock, Faulty, Discrete, Uninstalled):
-    gym.register(f"{probe.__name__}-v0", probe)
+gym.register("Endless-v0", Probe, kwargs={"length": 4, "terminates": False})
+gym.register("Late-v0", Late)
+gym.register("Sign-v0", Sign)
+gym.register("Climb-v0", Climb)
+gym.register("Target-v0", Target)
+gym.register("Peaks-v0", Peaks)
+gym.register("Clock-v0", Clock)
 gym.register("Limited-v0", Clock, max_episode_steps=8)
+gym.register("Faulty-v0", Faulty)
+gym.register("BadStart-v0", Faulty, kwargs={"reset_fault": 0.5, "reset_value": np.inf})
+gym.register("Hopeless-v0", Hopeless)
+gym.register("Discrete-v0", Discrete)
+gym.register("Uninstalled-v0", Uninstalled)

@@ -1,62 +1,163 @@
 """The functions that --compile compiles give what they give without it, gradients included."""
 
+import ast
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 import ppo_continuous as ppo
 import reppo_continuous as reppo
 import trudi_continuous as trudi
 
-B, A, H, T = 8, 2, 16, 4
+B = 8  # states of a minibatch, and environments
+T = 4  # steps of a rollout
+A = 2  # dimensions of the action
+OBS_DIM = 5
+N = 2  # denoising steps
+H = 16  # hidden units
 SIZES = dict(hidden_size=H, num_envs=B)
-CRITIC = SIZES | dict(num_bins=11, vmin=-10.0, vmax=10.0, alpha_init=0.1, lambda_init=0.1)
-ARGS = {
-    trudi: dict(CRITIC, diffusion_steps=2),
-    reppo: CRITIC,
-    ppo: dict(SIZES, entropy_coef=0.01, learning_rate=1e-3, desired_kl=0.01, schedule="auto"),
+CRITIC = dict(num_bins=11, vmin=-10.0, vmax=10.0, aux_coef=0.5, alpha_init=0.1, lambda_init=0.1)
+SETTINGS = {
+    trudi: SIZES | CRITIC | dict(diffusion_steps=N),
+    reppo: SIZES | CRITIC,
+    ppo: SIZES | dict(entropy_coef=0.01),
 }
+SCRIPTS = [trudi, reppo, ppo]
+COMPILERS = ("g++", "c++", "clang++")
 
 
-def inputs(script, agent, args):
-    """function -> the module whose gradients count, arguments"""
-    policy, obs, noise, weight = agent.policy, torch.randn(B, 5), torch.randn(3, B, A), torch.full((B,), 1 / B)
-    terminated, cut = torch.rand(2, T, B) < 0.3
-    cases = {script.td_lambda_targets: (None, (*torch.randn(2, T, B), terminated, cut | terminated, 0.9, 0.95))}
-    if script is ppo:
-        batch = [obs, noise[0], *torch.randn(3, B), noise[1]]
-        return cases | {ppo.policy_loss: (agent, (agent, batch, torch.zeros(A), weight, args))}
-    targets = torch.randn(B), torch.randn(B, H), weight
-    cases[script.critic_loss] = agent.critic, (agent.critic, obs, noise[0], *targets, 0.5)
-    if script is reppo:
-        cases[reppo.sample_action] = policy, (policy, obs, noise[0])
-        return cases | {reppo.gaussian_kl: (policy, (policy, obs, torch.randn(B, 2 * A)))}
-    cases[trudi.sample_chain] = policy, (policy, obs, noise)
-    return cases | {trudi.trajectory_kl: (policy, (policy, obs, *torch.randn(2, B, 1, 2, A)))}
+class Case(NamedTuple):
+    arguments: tuple  # of the function
+    module: torch.nn.Module | None = None  # whose gradients count
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("script", [trudi, reppo, ppo], ids=lambda s: s.SCRIPT)
-def test_compiled_equals_eager(script):
-    args = script.Args(**ARGS[script])
-    envs = SimpleNamespace(obs=np.zeros((B, 5)), action_dim=A, actor_dim=3, critic_start=1, num_envs=B)
+def make_agent(script, args):
+    """An agent away from its start."""
+    envs = SimpleNamespace(num_envs=B, obs_dim=OBS_DIM, actor_dim=3, critic_start=1, action_dim=A)
     agent = script.Agent(envs, args)
     with torch.no_grad():
-        for p in agent.parameters():
-            p += 0.2 * torch.randn_like(p)
-    cases = inputs(script, agent, args)
-    assert {f.__name__ for f in cases} == set(script.HOT)
-    for function, (module, arguments) in cases.items():
-        parameters, results = [*module.parameters()] if module else [], []  # targets need no gradient
-        for run in (function, torch.compile(function)):
-            outputs = run(*arguments)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            kept = [x for x in outputs if x.requires_grad or not parameters]
-            loss = sum((x * torch.linspace(-1, 2, x.numel()).view(x.shape)).sum() for x in kept)
-            used = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
-            results.append(([x.detach() for x in outputs], used))
-        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5, msg=lambda m, f=function: f"{f}: {m}")
-        assert not module or any(g is not None and (g != 0).any() for g in results[0][1])
+        for parameter in agent.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return agent
+
+
+def make_targets_case():
+    terminated = torch.rand(T, B) < 0.3
+    truncated = torch.rand(T, B) < 0.3
+    return Case((torch.randn(T, B), torch.randn(T, B), terminated, truncated, 0.9, 0.95))
+
+
+def make_critic_case(agent, obs, args):
+    batch = {
+        "obs": obs,
+        "action": torch.randn(B, A),
+        "target": torch.randn(B),
+        "next_features": torch.randn(B, H),
+    }
+    return Case((agent.critic, batch, args), agent.critic)
+
+
+def make_cases(script, agent, args):
+    """name of a function -> its case"""
+    obs = torch.randn(B, OBS_DIM)
+    policy = agent.policy
+    cases = {"td_lambda_targets": make_targets_case()}
+    if script is trudi:
+        noise = torch.randn(N + 1, B, A)
+        latents = torch.randn(B, 1, N, A)
+        controls = torch.randn(B, 1, N, A)
+        cases["critic_loss"] = make_critic_case(agent, obs, args)
+        cases["sample_chain"] = Case((policy, obs, noise), policy)
+        cases["trajectory_kl"] = Case((policy, obs, latents, controls), policy)
+    elif script is reppo:
+        old_mean = torch.randn(B, A)
+        old_log_std = torch.randn(B, A)
+        cases["critic_loss"] = make_critic_case(agent, obs, args)
+        cases["sample_action"] = Case((policy, obs, torch.randn(B, A)), policy)
+        cases["gaussian_kl"] = Case((policy, obs, old_mean, old_log_std), policy)
+    else:
+        batch = {
+            "obs": obs,
+            "action": torch.randn(B, A),
+            "mean": torch.randn(B, A),
+            "log_std": torch.zeros(B, A),
+            "value": torch.randn(B),
+            "target": torch.randn(B),
+            "advantage": torch.randn(B),
+        }
+        cases["policy_loss"] = Case((agent, batch, args), agent)
+    return cases
+
+
+def compiled_names(script):
+    """The functions that main replaces by compiled ones: it declares them as global."""
+    tree = ast.parse(Path(script.__file__).read_text())
+    for definition in tree.body:
+        if isinstance(definition, ast.FunctionDef) and definition.name == "main":
+            main = definition
+    names = set()
+    for node in ast.walk(main):
+        if isinstance(node, ast.Global):
+            names.update(node.names)
+    return names
+
+
+def tensors_in(output):
+    """All tensors of a function's output: one, or a tuple or dict of them."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    parts = output.values() if isinstance(output, dict) else output
+    found = []
+    for part in parts:
+        found += tensors_in(part)
+    return found
+
+
+def results_of(function, case):
+    """-> all outputs, the gradients of a weighted sum of them"""
+    outputs = tensors_in(function(*case.arguments))
+    gradients = []
+    if case.module is not None:
+        total = 0.0
+        for output in outputs:
+            if output.requires_grad:
+                weights = torch.linspace(-1, 2, output.numel()).view(output.shape)
+                total = total + (weights * output).sum()
+        parameters = list(case.module.parameters())
+        gradients = torch.autograd.grad(
+            total, parameters, allow_unused=True, materialize_grads=True
+        )
+    return [output.detach() for output in outputs], list(gradients)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.SCRIPT)
+def test_every_compiled_function_has_a_case(script):
+    args = script.Args(**SETTINGS[script])
+    cases = make_cases(script, make_agent(script, args), args)
+    assert set(cases) == compiled_names(script)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(shutil.which(compiler) for compiler in COMPILERS),
+    reason="torch.compile needs a C++ compiler",
+)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.SCRIPT)
+def test_compiled_equals_eager(script):
+    args = script.Args(**SETTINGS[script])
+    cases = make_cases(script, make_agent(script, args), args)
+    for name, case in cases.items():
+        print(name)  # pytest shows it where an assertion fails
+        function = getattr(script, name)
+        eager, eager_gradients = results_of(function, case)
+        compiled, compiled_gradients = results_of(torch.compile(function), case)
+        assert len(eager) > 0
+        assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+        assert_close(compiled_gradients, eager_gradients, rtol=1e-4, atol=1e-5)
+        if case.module is not None:
+            assert any((gradient != 0).any() for gradient in eager_gradients)

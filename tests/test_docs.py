@@ -1,100 +1,232 @@
-"""The pages in docs/ keep up with the scripts: line anchors, the diff of TruDi's page, metrics, commands. Tables of
-results, there and in the README, are what plot.py prints of the committed runs.
+"""README.md and the pages in docs/ keep up with the scripts and with results/.
 
-After a change of a script or new runs: `python tests/test_docs.py` writes anchors, diff and tables anew.
+After a change of a script, or new runs, `python tools/write_tables.py` writes tables and diffs.
 """
 
-import ast
-import contextlib
 import dataclasses
-import difflib
 import importlib
-import io
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PAGES = {page: page.with_name("..") / f"{page.stem}_continuous.py" for page in sorted((ROOT / "docs").glob("*.md"))}
-PAGES = {page: script.resolve() for page, script in PAGES.items() if script.exists()}
-ANCHOR = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L(\d+)\)")
-TABLE = re.compile(r"<!-- python plot.py (.*?) -->\n.*?<!-- end -->", re.S)
-DIFF = re.compile(r"<!-- diff: (\S+) (\S+) -->\n(.*?)<!-- end diff -->", re.S)
+from tools import benchmark, plot, sync_blocks, write_tables
+
+ROOT = write_tables.ROOT
+PAGES = write_tables.pages()
+README = ROOT / "README.md"
+SCRIPTS = sync_blocks.scripts()
+TUNING = ROOT / "docs/tuning.md"  # it names runs that are no longer in results/
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 
 
-def own_functions(path, other):
-    """name -> source of the classes and functions that `other` does not share, in the order of the file"""
-    text = path.read_text()
-    for name in re.findall(r"^# --- shared: (.*) ---$", other.read_text(), re.M):
-        text = re.sub(rf"^# --- shared: {name} ---\n.*?^# --- end shared ---\n", "", text, flags=re.M | re.S)
-    kinds = ast.FunctionDef | ast.ClassDef
-    parts = {n.name: ast.get_source_segment(text, n) for n in ast.parse(text).body if isinstance(n, kinds)}
-    return {k: v for k, v in parts.items() if k not in ("Args", "Agent")}
+def page_of(script):
+    """trudi_maniskill.py -> docs/trudi.md"""
+    algorithm = script.stem.split("_")[0]
+    return ROOT / "docs" / f"{algorithm}.md"
 
 
-def diff(one, other):
-    """unified, with the names that play the same part side by side"""
-    same = {"GaussianPolicy": "DiffusionPolicy", "sample_action": "sample_chain", "gaussian_kl": "trajectory_kl"}
-    one, other = ROOT / one, ROOT / other
-    ours, theirs = own_functions(other, one), {same.get(k, k): v for k, v in own_functions(one, other).items()}
-    lines = []
-    for name in ours:
-        lines += list(
-            difflib.unified_diff(theirs.get(name, "").splitlines(), ours[name].splitlines(), n=1, lineterm="")
-        )[2:]
-    return "```diff\n" + "\n".join(x for x in lines if not x.startswith("@@")) + "\n```\n"
+ALGORITHM_PAGES = sorted({page_of(script) for script in SCRIPTS})
+every_algorithm = pytest.mark.parametrize("page", ALGORITHM_PAGES, ids=lambda page: page.name)
 
 
-def line_of(script, text):
-    found = [i for i, line in enumerate((ROOT / script).read_text().splitlines(), 1) if text in line]
-    assert found, f"{script} has no line with {text}"
-    return found[0]
+def without_comments(text):
+    return re.sub("<!--.*?-->", "", text, flags=re.S)
 
 
-def plotted(arguments):
-    """what `python plot.py` prints, called where the README says"""
-    words = [sorted(map(str, ROOT.glob(w))) if "/" in w else [w] for w in arguments.split()]
-    assert all(words), f"no such results: {arguments}"
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        importlib.import_module("plot").main(sum(words, []))
-    return out.getvalue()
+def code_blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
-def renewed(text):
-    text = TABLE.sub(lambda m: f"<!-- python plot.py {m[1]} -->\n{plotted(m[1])}<!-- end -->", text)
-    text = ANCHOR.sub(lambda m: f"[`{m[1]}`](../{m[2]}#L{line_of(m[2], m[1].replace(chr(92) + '|', '|'))})", text)
-    return DIFF.sub(lambda m: f"<!-- diff: {m[1]} {m[2]} -->\n{diff(m[1], m[2])}<!-- end diff -->", text)
-
-
-def test_there_is_a_page_for_every_script():
-    assert {p.name for p in PAGES.values()} == {p.name for p in ROOT.glob("*_continuous.py")}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_anchors_and_diff(page):
+# === tables, diffs and quotations ===
+@every_page
+def test_tables_and_diffs_are_up_to_date(page):
     text = page.read_text()
-    assert len(ANCHOR.findall(text)) >= 8
-    assert renewed(text) == text, "run `python tests/test_docs.py`"
+    assert write_tables.renewed(text) == text, "run `python tools/write_tables.py`"
 
 
-def test_tables_of_the_readme():
-    text = (ROOT / "README.md").read_text()
-    assert TABLE.findall(text)
-    assert renewed(text) == text, "run `python tests/test_docs.py`"
+def test_generated_parts_are_there():
+    assert write_tables.TABLE.search(README.read_text())
+    assert write_tables.DIFF.search((ROOT / "docs/trudi.md").read_text())
+    for page in ALGORITHM_PAGES:
+        assert write_tables.TABLE.search(page.read_text())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_commands_use_flags_that_exist(page):
-    script = importlib.import_module(PAGES[page].stem)
-    flags = {f.name.replace("_", "-") for f in dataclasses.fields(script.Args)} | {"help"}
-    text = re.sub("<!--.*?-->", "", page.read_text())
-    assert not set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", text)) - flags
+def test_the_laptop_grid_is_shown_whole():
+    """Table, aggregate and notes stand there as plot.py prints them, with the number of runs."""
+    text = (ROOT / "docs/results.md").read_text()
+    assert plot.report(plot.load([ROOT / "results/laptop"])) in text
+    finished = len(list((ROOT / "results/laptop").glob("*/*/eval.json")))
+    grid = benchmark.GRIDS["laptop"]
+    planned = len(grid.envs) * len(grid.seeds) * len(grid.algorithms)
+    assert f"{finished} of its {planned} runs" in text
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    for page in [*PAGES, ROOT / "README.md"]:
-        page.write_text(renewed(page.read_text()))
+def test_a_stale_page_is_found():
+    stale = "<!-- python tools/plot.py results/spo --table runs -->\nold\n<!-- end -->"
+    renewed = write_tables.renewed(stale)
+    assert "SPO" in renewed and "old" not in renewed
+    assert write_tables.renewed(renewed) == renewed
+
+
+def test_missing_results_are_named():
+    with pytest.raises(FileNotFoundError, match="results/nothing"):
+        write_tables.plot_table("results/nothing --table runs")
+
+
+def test_a_diff_shows_both_functions():
+    lines = write_tables.function_diff("def f():\n    return 1", "def f():\n    return 2")
+    assert lines == [" def f():", "-    return 1", "+    return 2"]
+
+
+@every_algorithm
+def test_quoted_code_is_that_of_the_script(page):
+    script = ROOT / f"{page.stem}_continuous.py"
+    script_lines = script.read_text().splitlines()
+    for block in code_blocks(page.read_text(), "python"):
+        assert not [line for line in block.splitlines() if line not in script_lines]
+
+
+# === scripts, functions, metrics ===
+@every_script
+def test_there_is_a_page_for_every_script(script):
+    page = page_of(script)
+    assert page.exists()
+    assert f"[`{script.name}`](../{script.name})" in page.read_text()
+    assert f"`{script.name}`" in README.read_text()
+
+
+@every_algorithm
+def test_functions_named_in_docs_exist(page):
+    links = re.findall(r"\[`(\w+)`\]\(\.\./(\w+\.py)\)", page.read_text())
+    assert len(links) >= 8
+    for name, script in links:
+        assert name in write_tables.definitions(ROOT / script), f"{script} has no {name}"
+
+
+def test_functions_named_in_the_readme_exist():
+    section = README.read_text().split("## Read the code in this order")[1].split("\n## ")[0]
+    items = re.findall(r"^\d+\. (.*?):", section, re.M)
+    names = [name for item in items for name in re.findall(r"`(\w+)`", item)]
+    assert len(names) >= 8
+    defined = write_tables.definitions(ROOT / "trudi_continuous.py")
+    assert not [name for name in names if name not in defined]
+
+
+@every_script
+def test_every_logged_key_is_explained(script):
+    """Common ones in docs/metrics.md; losses/ and policy/ exactly on the algorithm's page."""
+    module = importlib.import_module(script.stem)
+    literals = set(re.findall(r'"((?:losses|policy|time|charts)/\w+)"', script.read_text()))
+    own = {key for key in literals if key.startswith(("losses/", "policy/"))}
+    common = literals - own | {"global_step"}
+    for name in module.EPISODE_METRICS:
+        common |= {f"charts/episode_{name}", f"eval/{name}"}
+    explained = (ROOT / "docs/metrics.md").read_text()
+    assert not [key for key in sorted(common) if f"`{key}`" not in explained]
+    on_page = set(re.findall(r"`((?:losses|policy)/\w+)`", page_of(script).read_text()))
+    assert on_page == own
+
+
+# === flags ===
+def flags_of(script):
+    """The flags of a script, those of booleans twice: --track and --no-track"""
+    module = importlib.import_module(script.stem)
+    flags = {"help"}
+    for field in dataclasses.fields(module.Args):
+        name = field.name.replace("_", "-")
+        flags.add(name)
+        if field.type is bool:
+            flags.add(f"no-{name}")
+    return flags
+
+
+def flags_of_tool(path):
+    """The flags that stand as words in its source"""
+    return {"help", *re.findall(r'"--([a-z][a-z-]+)"', path.read_text())}
+
+
+def named_flags(text):
+    return set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", without_comments(text)))
+
+
+@every_algorithm
+def test_pages_of_algorithms_name_flags_that_exist(page):
+    script = ROOT / f"{page.stem}_continuous.py"
+    assert not named_flags(page.read_text()) - flags_of(script)
+
+
+@every_page
+def test_pages_name_flags_that_exist(page):
+    known = set()
+    for script in SCRIPTS:
+        known |= flags_of(script)
+    for tool in (ROOT / "tools").glob("*.py"):
+        known |= flags_of_tool(tool)
+    assert not named_flags(page.read_text()) - known
+
+
+@every_page
+def test_commands_use_flags_of_what_they_call(page):
+    flags = {script.name: flags_of(script) for script in SCRIPTS}
+    flags["tools/plot.py"] = flags_of_tool(ROOT / "tools/plot.py")
+    flags["./benchmark.sh"] = flags_of_tool(ROOT / "tools/benchmark.py")
+    for block in code_blocks(page.read_text(), "bash"):
+        for line in block.splitlines():
+            command = line.split(" # ")[0]
+            for program, known in flags.items():
+                if program in command.split():
+                    assert not named_flags(command) - known, line
+
+
+# === the text itself ===
+def test_the_readme_is_short():
+    text = README.read_text()
+    assert len(text.encode()) <= 9_000
+    assert not [line for line in text.splitlines() if len(line) > 120]
+
+
+def test_set_up_commands():
+    """The first commands install and train; .ci/run takes the one with pytest."""
+    commands = re.findall("^python -m venv .*", README.read_text(), re.M)
+    assert len(commands) == 2
+    assert commands[0].endswith("requirements.txt && .venv/bin/python trudi_continuous.py")
+    assert "requirements-dev.txt" in commands[1] and commands[1].endswith("tests")
+    lines_of_ci = re.findall("^python.*pytest.*", README.read_text(), re.M)
+    assert lines_of_ci == [commands[1]]
+
+
+def anchors(page):
+    """GitHub's anchors of a page's headings"""
+    found = set()
+    for heading in re.findall("^#+ (.*)", page.read_text(), re.M):
+        words = re.sub(r"[^\w\- ]", "", heading.lower())
+        found.add(words.replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_resolve(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@every_page
+def test_files_named_in_docs_exist(page):
+    if page == TUNING:
+        return
+    folders = "results|tools|docs|simulators|tests"
+    for path in re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+@every_page
+def test_no_line_numbers_and_no_absolute_paths(page):
+    text = page.read_text()
+    assert not re.search(r"#L\d", text)
+    assert not re.search(r"(?<![\w.~])/(work|tmp|home|root|usr)/", text)

@@ -1,224 +1,403 @@
 """The environment contract, on EnvPool, Gymnasium and MuJoCo Playground."""
 
+import importlib.util
 import itertools
+import math
+from typing import NamedTuple
 
-import gymnasium as gym
 import numpy as np
-import probe_envs  # noqa: F401
 import pytest
 import torch
 
 import trudi_continuous as trudi
-from trudi_continuous import VecEnv, choose_backend
 
 envpool = pytest.importorskip("envpool")
-CLOCK, FAULTY = "probe_envs:Clock-v0", "probe_envs:Faulty-v0"
-LIMITED = [  # backend, id, kwargs, steps per episode
-    ("envpool", "HalfCheetah-v5", dict(max_episode_steps=7), 7),
-    ("envpool", "CheetahRun-v1", dict(max_episode_steps=7), 7),
-    ("gymnasium", "Pendulum-v1", dict(max_episode_steps=7), 7),
-    ("gymnasium", CLOCK, dict(length=7), 7),
-    ("playground", "CartpoleBalance", dict(episode_length=7), 7),
-]
-limited = pytest.mark.parametrize("backend, env_id, kwargs, limit", LIMITED, ids=[x[1].split(":")[-1] for x in LIMITED])
+CLOCK = "probe_envs:Clock-v0"
+FAULTY = "probe_envs:Faulty-v0"
+needs_playground = pytest.mark.skipif(
+    importlib.util.find_spec("mujoco_playground") is None, reason="needs MuJoCo Playground"
+)
+
+
+class Played(NamedTuple):
+    """What steps returned, each (T, E, ...), and envs.broken after each of them."""
+
+    obs: torch.Tensor
+    reward: torch.Tensor
+    terminated: torch.Tensor
+    truncated: torch.Tensor
+    final_obs: torch.Tensor
+    broken: torch.Tensor
+
+
+def limited(*cases):
+    """A test over backend, id, kwargs, steps per episode"""
+    return pytest.mark.parametrize("backend, env_id, kwargs, limit", cases)
+
+
+every_backend = limited(
+    pytest.param("envpool", "HalfCheetah-v5", {"max_episode_steps": 7}, 7, id="HalfCheetah"),
+    pytest.param("envpool", "CartpoleBalance-v1", {"max_episode_steps": 7}, 7, id="Cartpole"),
+    pytest.param(
+        "envpool",
+        "CheetahRun-v1",
+        {"max_episode_steps": 7},
+        7,
+        id="CheetahRun",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param("gymnasium", "Pendulum-v1", {"max_episode_steps": 7}, 7, id="Pendulum"),
+    pytest.param("gymnasium", "probe_envs:Limited-v0", {}, 8, id="Limited"),
+    pytest.param("gymnasium", CLOCK, {"length": 7}, 7, id="Clock"),
+    pytest.param(
+        "playground",
+        "CartpoleBalance",
+        {"episode_length": 7},
+        7,
+        id="Playground",
+        marks=[pytest.mark.slow, needs_playground],
+    ),
+)
 
 
 def make(backend, env_id, num_envs=3, seed=5, **kwargs):
-    return VecEnv(backend, env_id, num_envs, seed, "cpu", **kwargs)
+    args = trudi.Args(env_id=env_id, backend=backend, device="cpu")
+    return trudi.make_envs(args, num_envs, seed, **kwargs)
 
 
-def choose(env_id, backend):
-    return choose_backend(trudi.Args(env_id=env_id, backend=backend), torch.device("cpu"))
-
-
-def finished(envs):
-    """env, return, length, success of each ended episode"""
-    return [episode for block in envs.finished for episode in block.tolist()]
-
-
-def noise(envs, steps, seed=0):
-    return torch.rand(steps, envs.num_envs, envs.action_dim, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+def noise(envs, num_steps, seed=0):
+    """Random actions in [-1, 1], (T, E, A)"""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(num_steps, envs.num_envs, envs.action_dim, generator=generator) * 2 - 1
 
 
 def play(envs, actions):
-    """-> obs, reward, terminated, truncated, final_obs, each (T, E, ...), and the flags `valid`"""
-    steps = [(*envs.step(a), envs.valid) for a in actions]
-    return [torch.stack(x) for x in zip(*steps, strict=True)]
+    history = []
+    for action in actions:
+        step = envs.step(action)
+        history.append([*step, envs.broken])
+    return Played(*[torch.stack(values) for values in zip(*history, strict=True)])
 
 
-@limited
+def lengths(episodes):
+    return [episode["length"] for episode in episodes]
+
+
+@every_backend
 def test_contract_with_a_time_limit(backend, env_id, kwargs, limit):
     envs = make(backend, env_id, **kwargs)
     first = envs.reset()
-    obs, reward, terminated, truncated, final_obs, valid = play(envs, noise(envs, 3 * limit + 2))
-    assert first.shape == obs.shape[1:] and final_obs.shape == obs.shape and reward.shape == obs.shape[:2]
-    assert {x.dtype for x in (first, obs, reward, final_obs)} == {torch.float32}
-    assert {x.dtype for x in (terminated, truncated, valid)} == {torch.bool} and valid.all()
-    assert all(x.isfinite().all() for x in (first, obs, reward, final_obs))
-    at_limit = (torch.arange(len(obs)) + 1) % limit == 0
-    assert (truncated == at_limit[:, None]).all() and not terminated.any()
-    assert (final_obs[at_limit] != obs[at_limit]).any(-1).all(), "final_obs must not be the reset observation"
+    played = play(envs, noise(envs, 3 * limit + 2))
+    obs = played.obs
+    final_obs = played.final_obs
+    num_steps = len(obs)
+    assert first.shape == (3, envs.obs_dim) and obs.shape == (num_steps, 3, envs.obs_dim)
+    assert final_obs.shape == obs.shape
+    assert (envs.num_envs, envs.device.type) == (3, "cpu")
+    assert 0 < envs.actor_dim <= envs.obs_dim and 0 <= envs.critic_start <= envs.actor_dim
+    for values in (first, obs, played.reward, final_obs):
+        assert values.dtype == torch.float32 and values.isfinite().all()
+    for values in (played.reward, played.terminated, played.truncated, played.broken):
+        assert values.shape == (num_steps, 3)
+    for values in (played.terminated, played.truncated, played.broken):
+        assert values.dtype == torch.bool
+    assert not played.broken.any() and envs.nonfinite == 0
+
+    at_limit = (torch.arange(num_steps) + 1) % limit == 0
+    assert (played.truncated == at_limit[:, None]).all() and not played.terminated.any()
+    changed = (final_obs[at_limit] != obs[at_limit]).any(-1)
+    assert changed.all(), "final_obs must not be the reset observation"
     assert (final_obs[~at_limit] == obs[~at_limit]).all()
     assert (final_obs[at_limit][0] != final_obs[at_limit][1]).any(-1).all()
-    assert [e[2] for e in finished(envs)] == [limit] * 9
+    episodes = envs.pop_finished()
+    assert lengths(episodes) == [limit] * 9 and envs.pop_finished() == []
+    assert [episode["env"] for episode in episodes] == 3 * [0, 1, 2]
+    for episode in episodes:
+        kinds = {name: type(value) for name, value in episode.items()}
+        numbers = {"return": float, "success": float}
+        assert kinds == {"env": int, "length": int, "broken": bool} | numbers
+        assert not episode["broken"]
 
 
-@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "probe_envs:Limited-v0"])
-def test_first_episodes_can_be_staggered(env_id):
-    short = ["envpool", dict(max_episode_steps=8)] if env_id == "HalfCheetah-v5" else ["gymnasium", {}]
-    envs = make(short[0], env_id, 4, stagger=2, **short[1])
-    obs, _, terminated, truncated, final_obs, valid = play(envs, noise(envs, 24))
-    ends = [(x.nonzero()[:, 0] + 1).tolist() for x in truncated.T]
-    assert ends == [[2, 10, 18], [4, 12, 20], [6, 14, 22], [8, 16, 24]] and not terminated.any() and valid.all()
-    assert (final_obs[truncated] != obs[truncated]).any(-1).all()
-    assert [e[2] for e in finished(envs)] == [8] * 9, "a cut episode is no result"
+@every_backend
+def test_reset_starts_again(backend, env_id, kwargs, limit):
+    """In the middle of episodes: these are no results, and the next ones have full length."""
+    envs = make(backend, env_id, **kwargs)
+    before = envs.reset()
+    play(envs, noise(envs, limit + 3))
+    after = envs.reset()
+    assert (before != after).any(-1).all() and envs.pop_finished() == []
+    played = play(envs, noise(envs, limit))
+    assert played.truncated.sum(0).tolist() == [1, 1, 1] and played.truncated[-1].all()
+    assert lengths(envs.pop_finished()) == [limit] * 3
+
+
+@pytest.mark.parametrize(
+    "backend, env_id, kwargs",
+    [
+        ("envpool", "HalfCheetah-v5", {"max_episode_steps": 8}),
+        ("gymnasium", "probe_envs:Limited-v0", {}),
+        pytest.param(
+            "playground",
+            "CartpoleBalance",
+            {"episode_length": 8},
+            marks=[pytest.mark.slow, needs_playground],
+        ),
+    ],
+)
+def test_first_episodes_can_be_staggered(backend, env_id, kwargs):
+    envs = make(backend, env_id, 4, stagger=2, **kwargs)
+    envs.reset()  # as in training
+    played = play(envs, noise(envs, 24))
+    truncated = played.truncated
+    ends = [(column.nonzero()[:, 0] + 1).tolist() for column in truncated.T]
+    assert ends == [[2, 10, 18], [4, 12, 20], [6, 14, 22], [8, 16, 24]]
+    assert not played.terminated.any() and not played.broken.any()
+    assert (played.final_obs[truncated] != played.obs[truncated]).any(-1).all()
+    assert lengths(envs.pop_finished()) == [8] * 9, "a cut episode is no result"
+
+
+def test_what_cannot_be_staggered():
+    """An environment without a time limit, and rollouts that are longer than episodes."""
+    endless = make("gymnasium", CLOCK, stagger=2)
+    longer = make("gymnasium", "probe_envs:Limited-v0", stagger=10)
+    for envs, limit in ((endless, 16), (longer, 8)):
+        played = play(envs, noise(envs, 32))
+        at_limit = (torch.arange(32) + 1) % limit == 0
+        assert (played.truncated == at_limit[:, None]).all()
+        assert len(envs.pop_finished()) == 3 * 32 // limit
+
+
+def test_an_early_end_of_a_first_episode_is_a_result():
+    """A failure before the cut; the next episode has full length."""
+    envs = make("gymnasium", "probe_envs:Limited-v0", 2, stagger=4)
+    actions = noise(envs, 14)
+    step = envs.env.step
+    calls = itertools.count()
+
+    def failing(action):
+        obs, reward, terminated, truncated, info = step(action)
+        if next(calls) == 1:
+            terminated = np.array([True, False])
+        return obs, reward, terminated, truncated, info
+
+    envs.env.step = failing
+    played = play(envs, actions)
+    assert played.terminated.nonzero().tolist() == [[1, 0]]
+    assert played.truncated.nonzero().tolist() == [[7, 1], [9, 0]]
+    assert lengths(envs.pop_finished()) == [2, 8, 8]
 
 
 def test_same_step_observations_are_the_right_ones():
     envs = make("gymnasium", CLOCK, length=4)
-    obs, _, _, _, final_obs, _ = play(envs, noise(envs, 9))
-    assert obs[:, 0, 0].tolist() == [1, 2, 3, 0, 1, 2, 3, 0, 1]
-    assert final_obs[:, 0, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 1]
-    assert len(obs[[3, 7], :, 1].unique()) == 6, "each env and episode has a random start of its own"
+    played = play(envs, noise(envs, 9))
+    assert played.obs[:, 0, 0].tolist() == [1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert played.final_obs[:, 0, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 1]
+    draws = played.obs[[3, 7], :, 1]
+    assert len(draws.unique()) == 6, "each env and episode has a random start of its own"
 
 
-@pytest.mark.parametrize("backend, env_id", [("envpool", "Hopper-v5"), ("gymnasium", "probe_envs:Late-v0")])
+@pytest.mark.parametrize(
+    "backend, env_id", [("envpool", "Hopper-v5"), ("gymnasium", "probe_envs:Late-v0")]
+)
 def test_termination_is_not_truncation(backend, env_id):
     envs = make(backend, env_id)
-    obs, _, terminated, truncated, final_obs, _ = play(envs, noise(envs, 80))
-    assert terminated.any(0).all() and not truncated.any()
-    assert (final_obs[terminated] != obs[terminated]).any(-1).all()
-    assert (final_obs[~terminated] == obs[~terminated]).all()
-    assert len(finished(envs)) == terminated.sum()
+    played = play(envs, noise(envs, 80))
+    terminated = played.terminated
+    assert terminated.any(0).all() and not played.truncated.any()
+    assert (played.final_obs[terminated] != played.obs[terminated]).any(-1).all()
+    assert (played.final_obs[~terminated] == played.obs[~terminated]).all()
+    assert len(envs.pop_finished()) == terminated.sum()
+
+
+@pytest.mark.parametrize(
+    "backend, env_id, kwargs",
+    [
+        ("gymnasium", CLOCK, {"length": -1}),
+        ("envpool", "CartpoleBalance-v1", {}),
+        ("envpool", "Pendulum-v1", {}),
+    ],
+)
+def test_an_endless_environment_is_truncated(backend, env_id, kwargs, monkeypatch):
+    monkeypatch.setattr(trudi, "MAX_EPISODE_STEPS", 5)
+    envs = make(backend, env_id, **kwargs)
+    played = play(envs, noise(envs, 12))
+    at_limit = (torch.arange(12) + 1) % 5 == 0
+    assert (played.truncated == at_limit[:, None]).all() and not played.terminated.any()
+    assert (played.final_obs[at_limit] != played.obs[at_limit]).any(-1).all()
+    assert not played.broken.any()
+    assert lengths(envs.pop_finished()) == [5] * 6
 
 
 def test_actions_are_rescaled_to_the_bounds():
-    envs = make("gymnasium", CLOCK, 5)  # bounds [-1, 3] and [2, 12]; it shows the action that arrived
-    action = torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0], [0.5, -0.5], [9.0, -9.0]])
-    arrived = envs.step(action)[0][:, 2:]
-    assert torch.allclose(arrived, torch.tensor([[-1.0, 2.0], [1.0, 7.0], [3.0, 12.0], [2.0, 4.5], [3.0, 2.0]]))
-    envs = make("gymnasium", "Pendulum-v1")  # bounds +-2
+    envs = make("gymnasium", CLOCK, 5)  # [-1, 3] and [2, 12]; it shows the action that arrived
+    action = [[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0], [0.5, -0.5], [9.0, -9.0]]
+    obs, *_ = envs.step(torch.tensor(action))
+    expected = [[-1.0, 2.0], [1.0, 7.0], [3.0, 12.0], [2.0, 4.5], [3.0, 2.0]]
+    assert torch.allclose(obs[:, 2:], torch.tensor(expected))
+    envs = make("gymnasium", "Pendulum-v1")  # [-2, 2]
     envs.step(torch.tensor([[-1.0], [0.25], [1.0]]))
-    assert [float(e.unwrapped.last_u) for e in envs.env.envs] == [-2.0, 0.5, 2.0]
+    assert [float(env.unwrapped.last_u) for env in envs.env.envs] == [-2.0, 0.5, 2.0]
 
 
 def test_unbounded_actions_pass_unchanged():
     wide = np.full(1, np.inf, np.float32)
     envs = make("gymnasium", CLOCK, 2, low=-wide, high=wide, size=3)
-    assert envs.step(torch.tensor([[0.3], [-1.0]]))[0][:, 2].tolist() == pytest.approx([0.3, -1.0])
+    obs, *_ = envs.step(torch.tensor([[0.3], [-1.0]]))
+    assert obs[:, 2].tolist() == pytest.approx([0.3, -1.0])
 
 
-@pytest.mark.parametrize("env_id, limit", [("HalfCheetah-v5", 7), ("Hopper-v5", 20), ("CheetahRun-v1", 7)])
+def flat(obs):
+    """EnvPool's observations, an array or a dict of them -> (E, O)"""
+    if isinstance(obs, dict):
+        obs = np.concatenate([part.reshape(len(part), -1) for part in obs.values()], axis=1)
+    return obs.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "env_id, limit",
+    [
+        ("HalfCheetah-v5", 7),
+        ("Hopper-v5", 20),
+        ("CartpoleBalance-v1", 7),
+        pytest.param("CheetahRun-v1", 7, marks=pytest.mark.slow),
+    ],
+)
 def test_envpool_dummy_steps_never_appear(env_id, limit):
     """Against a raw pool with the same seed and actions, whose dummy steps are skipped by hand."""
-    E, T = 3, 60
+    E = 3
+    T = 60
     envs = make("envpool", env_id, E, max_episode_steps=limit)
     actions = noise(envs, T)
     start = envs.obs.copy()
-    obs, reward, terminated, truncated, final_obs, _ = (x.numpy() for x in play(envs, actions))
-    assert (reward != 0).all() or env_id == "CheetahRun-v1"  # MuJoCo's dummy steps have reward 0, DMC's the last one
-
-    def flat(x):
-        return np.concatenate([v.reshape(E, -1) for v in x.values()], 1) if isinstance(x, dict) else x
+    played = Played(*[values.numpy() for values in play(envs, actions)])
+    if env_id in (
+        "HalfCheetah-v5",
+        "Hopper-v5",
+    ):  # MuJoCo's dummy steps have reward 0, DMC's the last reward
+        assert (played.reward != 0).all()
 
     raw = envpool.make_gymnasium(env_id, num_envs=E, seed=5, num_threads=1, max_episode_steps=limit)
-    assert (flat(raw.reset()[0]).astype(np.float32) == start).all()
-    clock, ended, dummies = np.zeros(E, int), np.zeros(E, bool), 0
+    obs, _ = raw.reset()
+    assert (flat(obs) == start).all()
+    clock = np.zeros(E, int)  # steps so far, without the dummies
+    ended = np.zeros(E, bool)
+    num_dummies = 0
     while (clock < T).all():
-        raw_obs, raw_reward, raw_terminated, raw_truncated, info = raw.step(actions[clock, range(E)].numpy())
-        raw_obs = flat(raw_obs).astype(np.float32)
+        obs, reward, terminated, truncated, info = raw.step(actions[clock, range(E)].numpy())
+        obs = flat(obs)
         for i in range(E):
+            t = clock[i]
             if ended[i]:  # the dummy step: its observation is the reset one
-                dummies += 1
-                assert info["elapsed_step"][i] == 0 and (obs[clock[i] - 1, i] == raw_obs[i]).all()
+                num_dummies += 1
+                assert info["elapsed_step"][i] == 0 and (played.obs[t - 1, i] == obs[i]).all()
                 continue
-            assert (final_obs[clock[i], i] == raw_obs[i]).all() and reward[clock[i], i] == np.float32(raw_reward[i])
-            assert terminated[clock[i], i] == raw_terminated[i] and truncated[clock[i], i] == raw_truncated[i]
+            assert (played.final_obs[t, i] == obs[i]).all()
+            assert played.reward[t, i] == np.float32(reward[i])
+            assert played.terminated[t, i] == terminated[i]
+            assert played.truncated[t, i] == truncated[i]
         clock += ~ended
-        ended = ~ended & (raw_terminated | raw_truncated)
-    lengths = [e[2] for e in finished(envs)]
-    assert dummies > 6 and max(lengths) == limit and (set(lengths) == {limit} or env_id == "Hopper-v5")
+        ended = ~ended & (terminated | truncated)
+    found = lengths(envs.pop_finished())
+    assert num_dummies > 6 and max(found) == limit
+    assert set(found) == {limit} or env_id == "Hopper-v5"
 
 
 @pytest.mark.parametrize("key", ["success", "is_success"])
 def test_episode_statistics(key):
     envs = make("gymnasium", CLOCK, length=4, key=key)
-    actions = noise(envs, 10)
-    draws = [envs.obs[:, 1].copy()]
-    obs, reward, *_ = play(envs, actions)
-    draws.append(obs[3, :, 1].numpy())
-    assert [[e[0], e[2], e[3]] for e in finished(envs)] == [[i, 4, d[i] > 0] for d in draws for i in range(3)]
-    returns = [e[1] for e in finished(envs)]
-    assert returns == pytest.approx(torch.cat([reward[:4].sum(0), reward[4:8].sum(0)]).tolist(), abs=1e-5)
+    first_draws = envs.obs[:, 1].copy()
+    played = play(envs, noise(envs, 10))
+    second_draws = played.obs[3, :, 1].numpy()
+    episodes = envs.pop_finished()
+    found = [(episode["env"], episode["length"], episode["success"]) for episode in episodes]
+    expected = []
+    for draws in (first_draws, second_draws):
+        expected += [(i, 4, float(draws[i] > 0)) for i in range(3)]
+    assert found == expected
+    returns = torch.cat([played.reward[:4].sum(0), played.reward[4:8].sum(0)])
+    found = [episode["return"] for episode in episodes]
+    assert found == pytest.approx(returns.tolist(), abs=1e-5)
     assert envs.episode_length.tolist() == [2, 2, 2]
-    assert envs.episode_return.tolist() == pytest.approx(reward[8:].sum(0).tolist(), abs=1e-5)
+    under_way = played.reward[8:].sum(0).tolist()
+    assert envs.episode_return.tolist() == pytest.approx(under_way, abs=1e-5)
 
 
 def test_success_is_unknown_where_the_env_is_silent():
     envs = make("gymnasium", "probe_envs:One-v0", 2)
     play(envs, noise(envs, 1))
-    assert len(finished(envs)) == 2 and np.isnan([e[3] for e in finished(envs)]).all()
+    successes = [episode["success"] for episode in envs.pop_finished()]
+    assert len(successes) == 2 and np.isnan(successes).all()
 
 
-@limited
+@every_backend
 def test_seeds(backend, env_id, kwargs, limit):
     def stream(seed):
+        """Observations of two episodes and the start of a third"""
         envs = make(backend, env_id, seed=seed, **kwargs)
-        return torch.cat([torch.as_tensor(envs.obs)[None], play(envs, noise(envs, 2 * limit))[0]])
+        first = envs.reset()
+        return torch.cat([first[None], play(envs, noise(envs, 2 * limit)).obs])
 
-    one, again, other = stream(1), stream(1), stream(2000)
-    assert (one == again).all() and (one[[0, limit, 2 * limit]] != other[[0, limit, 2 * limit]]).any(-1).all()
-    starts = one[[0, limit, 2 * limit]].flatten(0, 1)
+    one = stream(1)
+    other = stream(2000)
+    assert (one == stream(1)).all()
+    starts = [0, limit, 2 * limit]
+    assert (one[starts] != other[starts]).any(-1).all()
+    starts = one[starts].flatten(0, 1)
     assert len(starts.unique(dim=0)) == len(starts), "envs or episodes share their random start"
 
 
-@limited
-def test_replayed_resets_give_the_same_episodes(backend, env_id, kwargs, limit):
-    envs = make(backend, env_id, **kwargs)
-    play(envs, noise(envs, 3 * limit))  # all episodes end here
-    again = make(backend, env_id, resets=envs.resets, **kwargs)
-    assert (again.resets == envs.resets).all() and (again.obs == envs.obs).all()
-    for x, y in zip(play(envs, noise(envs, 3 * limit, 1)), play(again, noise(envs, 3 * limit, 1)), strict=True):
-        assert (x == y).all()
-
-
-@pytest.mark.parametrize("backend, env_id", [("envpool", "Hopper-v5"), ("gymnasium", FAULTY)])
-def test_replayed_resets_of_envs_out_of_step(backend, env_id):
-    envs = make(backend, env_id)
-    actions = noise(envs, 60)
-    play(envs, actions)
-    assert len(set(envs.resets.tolist())) > 1
-    again = make(backend, env_id, resets=envs.resets)
-    assert (again.resets == envs.resets).all()
-    for x in (envs, again):  # from the next common reset on they must agree
-        x.reset()
-    assert (again.obs == envs.obs).all()
-
-
-@pytest.mark.parametrize("action, fault", [(0.55, np.inf), (-0.55, np.inf), (-0.55, np.nan), (-0.55, 1e300)])
+@pytest.mark.parametrize(
+    "action, fault", [(0.55, np.inf), (-0.55, np.inf), (-0.55, np.nan), (-0.55, 1e300)]
+)
 def test_nonfinite_steps_are_dropped(action, fault):
     """0.55 breaks the observation, -0.55 the reward; 1e300 is finite in float64 only."""
-    envs, clean = (make("gymnasium", FAULTY, length=6, reward_fault=fault) for _ in range(2))
+    envs = make("gymnasium", FAULTY, length=6, reward_fault=fault)
+    clean = make("gymnasium", FAULTY, length=6, reward_fault=fault)
     actions = torch.zeros(14, 3, 1)
     expected = play(clean, actions)
     actions[3, 1] = action
-    got = play(envs, actions)
-    obs, reward, terminated, truncated, final_obs, valid = got
-    assert all(x.isfinite().all() for x in (obs, reward, final_obs))
+    played = play(envs, actions)
+    for values in (played.obs, played.reward, played.final_obs):
+        assert values.isfinite().all()
     bad = torch.zeros(14, 3, dtype=torch.bool)
     bad[3, 1] = True
-    assert (valid == ~bad).all() and envs.nonfinite == 1 and clean.nonfinite == 0
-    assert truncated[3].tolist() == [False, True, False] and not terminated.any()
-    assert obs[3:, 1, 0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4], "its env starts again"
-    for x, y in zip(got, expected, strict=True):
-        assert (x[:, [0, 2]] == y[:, [0, 2]]).all(), "the other envs must not notice"
-    assert sorted(e[0] for e in finished(envs)) == [0, 0, 1, 2, 2] and {e[2] for e in finished(envs)} == {6}
+    assert (played.broken == bad).all() and envs.nonfinite == 1 and clean.nonfinite == 0
+    assert played.truncated[3].tolist() == [False, True, False] and not played.terminated.any()
+    assert played.reward[3, 1] == 0
+    assert (played.final_obs[3, 1] == played.obs[2, 1]).all(), "the last finite observation"
+    clock = played.obs[3:, 1, 0].tolist()
+    assert clock == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4], "its env starts again"
+    for ours, theirs in zip(played, expected, strict=True):
+        assert (ours[:, [0, 2]] == theirs[:, [0, 2]]).all(), "the other envs must not notice"
+    episodes = envs.pop_finished()
+    broken = [episode for episode in episodes if episode["broken"]]
+    whole = [episode for episode in episodes if not episode["broken"]]
+    assert len(broken) == 1 and broken[0]["env"] == 1
+    assert broken[0]["length"] == 4 and broken[0]["return"] == 3
+    assert sorted(episode["env"] for episode in whole) == [0, 0, 1, 2, 2]
+    assert set(lengths(whole)) == {6}
+
+
+def test_a_broken_last_step_is_broken():
+    """It is neither a termination nor an ordinary end."""
+    envs = make("gymnasium", FAULTY, length=1, terminates=True)
+    action = torch.tensor([[0.0], [0.55], [-0.55]])
+    obs, reward, terminated, truncated, final_obs = envs.step(action)
+    assert envs.broken.tolist() == [False, True, True]
+    assert terminated.tolist() == [True, False, False]
+    assert truncated.tolist() == [False, True, True]
+    assert reward.tolist() == [1, 0, 0]
+    assert [episode["broken"] for episode in envs.pop_finished()] == [False, True, True]
+    assert obs.isfinite().all() and final_obs.isfinite().all()
 
 
 def test_nonfinite_step_of_envpool():
     envs = make("envpool", "HalfCheetah-v5", max_episode_steps=7)
     clean = make("envpool", "HalfCheetah-v5", max_episode_steps=7)
-    actions, step, calls = noise(envs, 24), envs.env.step, itertools.count()
+    actions = noise(envs, 24)
+    step = envs.env.step
+    calls = itertools.count()
 
     def poisoned(action):
         obs, *rest = step(action)
@@ -228,44 +407,55 @@ def test_nonfinite_step_of_envpool():
         return obs, *rest
 
     envs.env.step = poisoned
-    got, expected = play(envs, actions), play(clean, actions)
-    assert all(x.isfinite().all() for x in got) and envs.nonfinite == 1
-    assert [t for t, v in enumerate(got[-1][:, 0]) if not v] == [2]
-    assert got[3][:, 0].nonzero()[:, 0].tolist() == [2, 9, 16, 23], "a new episode of full length starts"
-    for x, y in zip(got, expected, strict=True):
-        assert (x[:, 1:] == y[:, 1:]).all()
-    assert {e[2] for e in finished(envs)} == {7}
+    played = play(envs, actions)
+    expected = play(clean, actions)
+    assert all(values.isfinite().all() for values in played) and envs.nonfinite == 1
+    assert played.broken.nonzero().tolist() == [[2, 0]]
+    ends = played.truncated[:, 0].nonzero()[:, 0].tolist()
+    assert ends == [2, 9, 16, 23], "a new episode of full length starts"
+    for ours, theirs in zip(played, expected, strict=True):
+        assert (ours[:, 1:] == theirs[:, 1:]).all()
+    episodes = envs.pop_finished()
+    assert [episode["length"] for episode in episodes if episode["broken"]] == [3]
+    assert {episode["length"] for episode in episodes if not episode["broken"]} == {7}
 
 
-def test_nonfinite_reset_is_tried_again(capsys):
-    envs = make("gymnasium", FAULTY, 2, length=3, reset_fault=0.4)
-    obs, *_ = play(envs, torch.zeros(30, 2, 1))
-    assert obs.isfinite().all() and envs.nonfinite > 0 and [e[2] for e in finished(envs)] == [3] * 20
-    with pytest.raises(SystemExit) as stopped:
-        make("gymnasium", FAULTY, reset_fault=1.0)
-    assert stopped.value.code == 1 and "non-finite" in capsys.readouterr().err
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_nonfinite_reset_becomes_finite(value):
+    envs = make("gymnasium", FAULTY, 2, length=3, reset_fault=1.0, reset_value=value)
+    played = play(envs, torch.zeros(30, 2, 1))
+    first = played.obs[played.truncated]
+    assert (first == 0).all(), "nothing that a normalizer could not bear"
+    assert played.obs.isfinite().all() and played.final_obs.isfinite().all()
+    assert envs.nonfinite == 0 and not played.broken.any()
+    assert lengths(envs.pop_finished()) == [3] * 20
+    assert (envs.reset() == 0).all()
 
 
+@pytest.mark.slow
 def test_privileged_observations():
     envs = make("envpool", "G1JoystickFlatTerrain-v1", 2)
-    assert (envs.actor_dim, envs.critic_start, envs.obs.shape, envs.action_dim) == (103, 103, (2, 319), 29)
-    assert envs.step(torch.zeros(2, 29))[0].shape == (2, 319)
-    agent = trudi.Agent(
-        envs,
-        trudi.Args(vmin=-1.0, vmax=1.0, alpha_init=0.1, lambda_init=0.1, num_envs=2, hidden_size=8, diffusion_steps=8),
-    )
+    assert (envs.obs_dim, envs.actor_dim, envs.critic_start, envs.action_dim) == (319, 103, 103, 29)
+    obs, *_ = envs.step(torch.zeros(2, 29))
+    assert obs.shape == (2, 319)
+    agent = trudi.Agent(envs, trudi.Args(num_envs=2, hidden_size=8))
     torch.nn.init.normal_(agent.policy.out[1].weight)
-    obs, draws = torch.tensor(envs.obs), torch.randn(9, 2, 29)
+    draws = torch.randn(9, 2, 29)
 
-    def act(obs):
-        return trudi.sample_chain(agent.policy, obs, draws)[0]
+    def action(obs):
+        return trudi.sample_chain(agent.policy, obs, draws).action
 
-    for columns, seen in ((slice(103, None), False), (slice(0, 103), True)):
-        changed = obs.clone()
-        changed[:, columns] += 1
-        assert (act(changed) != act(obs)).any() == seen, "the actor sees the first 103 columns only"
-        value = [agent.critic.value(agent.critic.features(x, torch.zeros(2, 29))) for x in (obs, changed)]
-        assert (value[0] != value[1]).any() != seen, "the critic sees the others"
+    def value(obs):
+        return agent.critic.value(agent.critic.features(obs, torch.zeros(2, 29)))
+
+    others_changed = obs.clone()
+    others_changed[:, 103:] += 1
+    first_changed = obs.clone()
+    first_changed[:, :103] += 1
+    assert (action(others_changed) == action(obs)).all(), "the actor sees the first 103 columns"
+    assert (action(first_changed) != action(obs)).any()
+    assert (value(first_changed) == value(obs)).all(), "the critic sees the others"
+    assert (value(others_changed) != value(obs)).any()
 
 
 def test_backend_and_suite():
@@ -274,25 +464,38 @@ def test_backend_and_suite():
         "BallInCupCatch-v1": ("envpool", "DMC"),
         "HalfCheetah-v5": ("envpool", "other"),
         "Pendulum-v1": ("gymnasium", "other"),
+        "h1hand-walk-v0": ("gymnasium", "other"),
         CLOCK: ("gymnasium", "other"),
     }
-    for robot, ground in itertools.product(("G1", "T1"), ("Flat", "Rough")):
-        expected[f"{robot}Joystick{ground}Terrain-v1"] = ("envpool", "humanoid")
-    assert {env_id: choose(env_id, "auto") for env_id in expected} == expected
+    for robot in ("G1", "T1"):
+        for ground in ("Flat", "Rough"):
+            expected[f"{robot}Joystick{ground}Terrain-v1"] = ("envpool", "other")
+    found = {env_id: trudi.choose_backend(env_id, "auto", "cpu") for env_id in expected}
+    assert found == expected
 
 
-def test_backend_asked_for_is_used():
-    assert choose("Pendulum-v1", "envpool")[0] == "envpool"
+@needs_playground
+@pytest.mark.slow
+def test_suites_of_playground():
+    assert trudi.choose_backend("CheetahRun", "playground", "cpu") == ("playground", "DMC")
+    robot = "G1JoystickFlatTerrain"
+    assert trudi.choose_backend(robot, "playground", "cpu") == ("playground", "other")
+    assert trudi.choose_backend("CheetahRun", "auto", "cuda") == ("playground", "DMC")
+    assert trudi.choose_backend("CheetahRun-v1", "auto", "cuda") == ("envpool", "DMC")
+    assert trudi.choose_backend("CheetahRun", "auto", "cpu") == ("gymnasium", "other")
+
+
+def test_backend_asked_for_is_used(capsys):
+    assert trudi.choose_backend("Pendulum-v1", "envpool", "cpu") == ("envpool", "other")
+    assert trudi.choose_backend("CheetahRun-v1", "gymnasium", "cpu") == ("gymnasium", "other")
     with pytest.raises(SystemExit) as stopped:
-        choose("CheetahRun-v1", "gymnasium")
-    assert stopped.value.code == 2
+        make("gymnasium", "CheetahRun-v1")
+    assert stopped.value.code == 2 and "CheetahRun-v1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["h1hand-walk-v0", "h1-reach-v0", "g1-stand-v0", "h1strong-highbar_hard-v0"])
-def test_humanoidbench_names(name):
-    gym.register(name, probe_envs.Probe)
-    try:
-        assert choose(name, "auto") == ("gymnasium", "HumanoidBench")
-        assert choose(f"probe_envs:{name}", "auto") == ("gymnasium", "HumanoidBench")
-    finally:
-        del gym.registry[name]
+def test_defaults_follow_the_suite():
+    args, _ = trudi.parse_args(["--env-id", "CheetahRun-v1", "--device", "cpu"])
+    assert (args.backend, args.vmin, args.normalize_reward) == ("envpool", 0.0, False)
+    args, _ = trudi.parse_args(["--env-id", "G1JoystickFlatTerrain-v1", "--device", "cpu"])
+    assert (args.backend, args.vmin, args.normalize_reward) == ("envpool", -150.0, True)
+    assert math.isclose(args.learning_rate, 3e-4)

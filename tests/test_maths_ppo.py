@@ -1,36 +1,52 @@
 """The maths of ppo_continuous.py against closed forms, brute force and torch.distributions.
 
-All in float64, except where float32 is itself the question. Averages over samples must lie within 4 standard errors.
-What stands in shared blocks (TD(lambda), normalisers) is tested once more in test_maths.py.
+All in float64, except where float32 is the question. Averages over samples must lie within 4
+standard errors. What stands in shared blocks (TD(lambda), normalizer) is tested elsewhere, too.
 """
 
 import copy
 import itertools
 import math
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import run_helpers
 import torch
 import torch.nn.functional as F
+from makers import discounted_returns, perturb
 from torch.distributions import Normal, kl_divergence
+from torch.testing import assert_close
 
 import ppo_continuous as ppo
 from ppo_continuous import (
     Agent,
     Args,
+    Normalizer,
     act,
-    adapted,
+    adapted_learning_rate,
+    anneal,
     compute_targets,
     gaussian_kl,
     log_prob,
+    normalize_advantage,
     objective,
     policy_loss,
+    rollout,
     update,
     value_loss,
 )
 
-close = torch.testing.assert_close
+OBS_DIM = 7
+ACTION_DIM = 2
+HIDDEN = 16
+BATCH = 30  # steps of make_args: 6 environments, 5 steps
+EPS = 0.2
+LOSS_METRICS = ["losses/policy", "losses/value", "policy/kl"]
+LOSS_METRICS += ["policy/clipped", "policy/entropy", "policy/std"]
+every_objective = pytest.mark.parametrize("kind", ["ppo", "spo"])
+every_schedule = pytest.mark.parametrize("schedule", ["adaptive", "linear", "fixed", "auto"])
 
 
 @pytest.fixture(autouse=True)
@@ -41,33 +57,40 @@ def float64():
 
 
 def make_args(**changes):
-    sizes = dict(num_envs=6, num_steps=5, num_minibatches=1, update_epochs=1, hidden_size=16)
-    values = dict(gamma=0.9, entropy_coef=0.02, learning_rate=1e-3, desired_kl=0.01, schedule="auto")
-    values |= dict(normalise_reward=False)
-    return Args(**sizes | values | changes)
+    values = dict(num_envs=6, num_steps=5, num_minibatches=1, update_epochs=1)
+    values |= dict(hidden_size=HIDDEN, gamma=0.9, entropy_coef=0.02, normalize_reward=False)
+    return Args(**(values | changes))
 
 
-def make_agent(args, A=2, obs_dim=7, actor_dim=5, critic_start=2, scale=0.3):
+def fresh_agent(args, actor_dim=5, critic_start=2):
+    envs = SimpleNamespace(
+        num_envs=args.num_envs,
+        obs_dim=OBS_DIM,
+        actor_dim=actor_dim,
+        critic_start=critic_start,
+        action_dim=ACTION_DIM,
+    )
+    return Agent(envs, args)
+
+
+def make_agent(args, actor_dim=5, critic_start=2):
     """An agent away from its start: every parameter is moved."""
-    envs = SimpleNamespace(obs=np.zeros((args.num_envs, obs_dim)), critic_start=critic_start)
-    envs.action_dim, envs.actor_dim = A, actor_dim
-    agent = Agent(envs, args)
-    perturb(agent, scale)
+    agent = fresh_agent(args, actor_dim, critic_start)
+    perturb(agent, 0.3)
     return agent
 
 
-@torch.no_grad()
-def perturb(module, scale):
-    for p in module.parameters():
-        p += scale * torch.randn_like(p)
+def make_optimizer(agent, args):
+    """As in main."""
+    return torch.optim.Adam(agent.parameters(), torch.tensor(args.learning_rate), fused=True)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
 
 
 def gradients(loss, parameters):
     return torch.autograd.grad(loss, [*parameters], allow_unused=True, materialize_grads=True)
-
-
-def nothing(phase):
-    """Takes the time of no phase."""
 
 
 def assert_mean(samples, expected=0.0):
@@ -75,504 +98,728 @@ def assert_mean(samples, expected=0.0):
     assert abs(samples.mean() - expected) < 4 * error, (samples.mean(), expected, error)
 
 
-# --- 1. the Gaussian
-
-
+# === The Gaussian ===
 def test_log_prob_against_distributions():
-    action, mean, log_std = torch.randn(50, 3), torch.randn(50, 3), torch.tensor([-2.0, 0.1, 1.5])
-    close(log_prob(action, mean, log_std), Normal(mean, log_std.exp()).log_prob(action).sum(-1))
+    action = torch.randn(50, 3)
+    mean = torch.randn(50, 3)
+    log_std = torch.tensor([-2.0, 0.1, 1.5])
+    expected = Normal(mean, log_std.exp()).log_prob(action).sum(dim=-1)
+    assert_close(log_prob(action, mean, log_std), expected)
+    assert_close(log_prob(action, mean, log_std.expand(50, 3)), expected)  # as the batch has it
 
 
 def test_kl_against_distributions():
-    mean, other_mean, log_std, other = torch.randn(50, 3), torch.randn(50, 3), torch.randn(3), torch.randn(3)
-    kl = gaussian_kl(mean, log_std, other_mean, other)
-    old, new = Normal(mean, log_std.exp()), Normal(other_mean, other.exp())
-    close(kl, kl_divergence(old, new).sum(-1))
-    assert ((kl - kl_divergence(new, old).sum(-1)).abs() > 1e-3).all()  # it has a side
-    close(gaussian_kl(mean, log_std, mean, log_std), torch.zeros(50))
+    mean = torch.randn(50, 3)
+    log_std = torch.randn(3)
+    new_mean = torch.randn(50, 3)
+    new_log_std = torch.randn(3)
+    old = Normal(mean, log_std.exp())
+    new = Normal(new_mean, new_log_std.exp())
+    kl = gaussian_kl(mean, log_std, new_mean, new_log_std)
+    assert_close(kl, kl_divergence(old, new).sum(dim=-1))
+    reverse_kl = kl_divergence(new, old).sum(dim=-1)
+    assert ((kl - reverse_kl).abs() > 1e-3).all()  # it has a direction
+    assert_close(gaussian_kl(mean, log_std, mean, log_std), torch.zeros(50))
+    assert_close(gaussian_kl(mean, log_std.expand(50, 3), new_mean, new_log_std), kl)
     action = old.sample((20_000,))[:, 0]
-    log_ratio = log_prob(action, mean[0], log_std) - log_prob(action, other_mean[0], other)
-    assert_mean(log_ratio, kl[0])
+    old_log_prob = log_prob(action, mean[0], log_std)
+    assert_mean(old_log_prob - log_prob(action, new_mean[0], new_log_std), kl[0])
 
 
-def test_kl_in_float32():
-    """Never negative for small changes, and finite for large ones."""
+def test_small_kl_in_float32():
+    """Never negative."""
     torch.set_default_dtype(torch.float32)
-    mean, log_std = torch.randn(10_000, 6), torch.randn(6)
+    mean = torch.randn(10_000, 6)
+    log_std = torch.randn(6)
     for change in (0.0, 1e-7, 1e-5, 1e-3):
-        other = mean + change * torch.randn_like(mean), log_std + change * torch.randn_like(log_std)
-        kl = gaussian_kl(mean, log_std, *other)
-        exact = gaussian_kl(mean.double(), log_std.double(), *(x.double() for x in other))
-        assert (kl >= 0).all() and (kl - exact).abs().max() < 1e-5
-    for old, new, shift in itertools.product((-20.0, -5.0, 0.0, 20.0), (-20.0, -5.0, 0.0, 20.0), (0.0, 3.0)):
-        kl = gaussian_kl(torch.zeros(1, 1), torch.tensor([old]), torch.tensor([[shift]]), torch.tensor([new]))[0]
+        new_mean = mean + change * torch.randn_like(mean)
+        new_log_std = log_std + change * torch.randn_like(log_std)
+        kl = gaussian_kl(mean, log_std, new_mean, new_log_std)
+        exact = gaussian_kl(
+            mean.double(), log_std.double(), new_mean.double(), new_log_std.double()
+        )
+        assert (kl >= 0).all()
+        assert (kl - exact).abs().max() < 1e-5
+
+
+def test_large_kl_in_float32():
+    """Finite and right."""
+    torch.set_default_dtype(torch.float32)
+    log_stds = (-20.0, -5.0, 0.0, 20.0)
+    for old, new, shift in itertools.product(log_stds, log_stds, (0.0, 3.0)):
+        old_log_std = torch.tensor([old])
+        new_log_std = torch.tensor([new])
+        new_mean = torch.tensor([[shift]])
+        kl = gaussian_kl(torch.zeros(1, 1), old_log_std, new_mean, new_log_std)[0]
         exact = new - old + (math.exp(2 * old) + shift**2) / (2 * math.exp(2 * new)) - 0.5
         assert kl.item() == pytest.approx(exact, rel=1e-4, abs=1e-6)
 
 
+# === Networks ===
 @pytest.mark.parametrize("init_std", [1.0, 0.4])
 def test_standard_deviation_is_the_same_in_all_states(init_std):
-    """Over what the policy does, not how it is stored."""
+    """By what the policy does, not by how it is stored."""
     args = make_args(init_std=init_std)
-    envs = SimpleNamespace(obs=np.zeros((6, 7)), critic_start=2, action_dim=2, actor_dim=5)
-    policy = Agent(envs, args).policy
-    close(policy.log_std.exp(), torch.full((2,), init_std))
-    agent, obs = make_agent(args), torch.randn(100, 7)
-    for current in (SimpleNamespace(policy=policy), agent):
-        mean, sample = (act(current, obs, s, args, torch.Generator().manual_seed(5)) for s in ("mean", "sample"))
-        z = (sample - mean) / current.policy.log_std.exp()
-        close(z, torch.randn(100, 2, generator=torch.Generator().manual_seed(5)))
-        close(mean, current.policy(obs))
+    fresh = fresh_agent(args)
+    assert_close(fresh.policy.log_std.exp(), torch.full((ACTION_DIM,), init_std))
+    obs = torch.randn(100, OBS_DIM)
+    for agent in (fresh, make_agent(args)):
+        mean = act(agent, obs, "mean", args, seeded(5))
+        sample = act(agent, obs, "sample", args, seeded(5))
+        z = (sample - mean) / agent.policy.log_std.exp()
+        assert_close(z, torch.randn(100, ACTION_DIM, generator=seeded(5)))
+        assert_close(mean, agent.policy(obs))
+
+
+def linear_layers(network):
+    return [layer for layer in network if isinstance(layer, torch.nn.Linear)]
 
 
 def test_networks_by_hand():
-    """Three hidden layers with ELU, orthogonal weights and zero biases; the policy starts near mean zero."""
-    envs = SimpleNamespace(obs=np.zeros((6, 7)), critic_start=2, action_dim=2, actor_dim=5)
-    fresh, agent, obs = Agent(envs, make_args()), make_agent(make_args()), torch.randn(9, 7)
-    for net, fresh_net, gain in ((agent.policy.mean, fresh.policy.mean, 0.01), (agent.critic, fresh.critic, 1.0)):
-        linear, start = ([m for m in n if isinstance(m, torch.nn.Linear)] for n in (net, fresh_net))
-        z = x = obs[:, :5] if net is agent.policy.mean else obs[:, 2:]
-        for layer in linear[:-1]:
+    """Three hidden layers with ELU."""
+    agent = make_agent(make_args())
+    obs = torch.randn(9, OBS_DIM)
+    outputs = {agent.policy.mean: agent.policy(obs), agent.critic: agent.value(obs)[:, None]}
+    inputs = {agent.policy.mean: obs[:, :5], agent.critic: obs[:, 2:]}
+    for network, output in outputs.items():
+        *hidden_layers, last_layer = linear_layers(network)
+        z = inputs[network]
+        for layer in hidden_layers:
             z = F.elu(z @ layer.weight.T + layer.bias)
-        close(net(x), linear[-1](z))
-        assert [layer.out_features for layer in linear[:-1]] == [16, 16, 16]
-        for layer, scale in zip(start, [math.sqrt(2)] * 3 + [gain], strict=True):
-            w = layer.weight if layer.in_features >= layer.out_features else layer.weight.T
-            close(w @ w.T, scale**2 * torch.eye(len(w)))
+        assert_close(output, last_layer(z))
+        assert [layer.out_features for layer in hidden_layers] == [HIDDEN] * 3
+
+
+def test_networks_at_the_start():
+    """Orthogonal weights and zero biases; the policy starts near mean zero."""
+    agent = fresh_agent(make_args())
+    for network, last_gain in ((agent.policy.mean, 0.01), (agent.critic, 1.0)):
+        gains = [math.sqrt(2)] * 3 + [last_gain]
+        for layer, gain in zip(linear_layers(network), gains, strict=True):
+            weight = layer.weight
+            if layer.in_features < layer.out_features:
+                weight = weight.T
+            assert_close(weight @ weight.T, gain**2 * torch.eye(len(weight)))
             assert (layer.bias == 0).all()
-    assert fresh.policy(torch.randn(100, 7)).abs().max() < 0.1
+    assert agent.policy(torch.randn(100, OBS_DIM)).abs().max() < 0.1
 
 
 def test_actor_and_critic_see_their_own_columns():
-    agent, obs = make_agent(make_args(), actor_dim=4, critic_start=4), torch.randn(5, 7)
-    for column in range(7):
+    agent = make_agent(make_args(), actor_dim=4, critic_start=4)
+    obs = torch.randn(5, OBS_DIM)
+    for column in range(OBS_DIM):
         changed = obs.clone()
         changed[:, column] += 1
-        actor, value = agent.policy(obs) != agent.policy(changed), agent.value(obs) != agent.value(changed)
-        assert actor.all() if column < 4 else not actor.any()
-        assert value.all() if column >= 4 else not value.any()
-    close(agent.value(obs.view(5, 1, 7)), agent.value(obs).view(5, 1))
+        mean_changes = agent.policy(obs) != agent.policy(changed)
+        value_changes = agent.value(obs) != agent.value(changed)
+        if column < 4:
+            assert mean_changes.all() and not value_changes.any()
+        else:
+            assert value_changes.all() and not mean_changes.any()
+    assert_close(agent.value(obs.view(5, 1, OBS_DIM)), agent.value(obs).view(5, 1))
 
 
-# --- 2. the two objectives
-
-EPS = 0.2
-RATIOS = torch.tensor([0.1, 0.5, 0.79, 0.81, 0.95, 1.0, 1.05, 1.19, 1.21, 2.0, 10.0], dtype=torch.float64)
-ADVANTAGES = torch.tensor([-3.0, -0.4, 0.7, 2.0], dtype=torch.float64)
-
-
-def grid():
-    ratio, advantage = (x.flatten() for x in torch.meshgrid(RATIOS, ADVANTAGES, indexing="ij"))
-    return ratio.requires_grad_(), advantage
+# === The two objectives ===
+RATIOS = [0.1, 0.5, 0.79, 0.81, 0.95, 1.0, 1.05, 1.19, 1.21, 2.0, 10.0]
+ADVANTAGES = [-3.0, -0.4, 0.7, 2.0]
 
 
 def test_ppo_against_its_definition():
-    ratio, advantage = grid()
+    pairs = torch.tensor([*itertools.product(RATIOS, ADVANTAGES)])
+    ratio = pairs[:, 0].clone().requires_grad_()
+    advantage = pairs[:, 1]
     gain = objective(ratio, advantage, EPS, "ppo")
-    worst = [max(-a * r, -a * min(max(r, 1 - EPS), 1 + EPS)) for r, a in zip(ratio.tolist(), advantage, strict=True)]
-    close(-gain.detach(), torch.stack(worst))
-    far = (advantage > 0) & (ratio > 1 + EPS) | (advantage < 0) & (ratio < 1 - EPS)  # further than it pays
+    expected = []
+    for r, a in itertools.product(RATIOS, ADVANTAGES):
+        clipped = min(max(r, 1 - EPS), 1 + EPS)
+        expected.append(max(-a * r, -a * clipped))
+    assert_close(-gain.detach(), torch.tensor(expected))
+    too_likely = (advantage > 0) & (ratio > 1 + EPS)
+    too_unlikely = (advantage < 0) & (ratio < 1 - EPS)
+    further_than_it_pays = too_likely | too_unlikely
     slope = gradients(gain.sum(), [ratio])[0]
-    close(slope, torch.where(far, 0.0, advantage))
-    assert far.sum() == 12
+    assert_close(slope, torch.where(further_than_it_pays, 0.0, advantage))
+    assert further_than_it_pays.sum() == 12
 
 
 @pytest.mark.parametrize("eps", [0.1, 0.2, 0.5])
-@pytest.mark.parametrize("advantage", ADVANTAGES.tolist())
+@pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_spo_is_largest_at_its_edge(advantage, eps):
-    best, a = 1 + eps * math.copysign(1, advantage), torch.tensor(advantage)
+    best = 1 + eps * math.copysign(1, advantage)
     ratio = torch.linspace(best - 1, best + 1, 2001)
-    assert objective(ratio, a, eps, "spo").argmax() == 1000  # the middle of the grid
+    gain = objective(ratio, torch.tensor(advantage), eps, "spo")
+    assert gain.argmax() == 1000  # the middle of the grid
     ratio = torch.tensor([best, best - 0.1, best + 0.1], requires_grad=True)
-    slope = gradients(objective(ratio, a, eps, "spo").sum(), [ratio])[0]
-    close(slope, torch.tensor([0.0, 0.1, -0.1]) * abs(advantage) / eps)  # a parabola of curvature |A| / eps
+    gain = objective(ratio, torch.tensor(advantage), eps, "spo")
+    slope = gradients(gain.sum(), [ratio])[0]
+    curvature = abs(advantage) / eps  # of a parabola
+    assert_close(slope, torch.tensor([0.0, 0.1, -0.1]) * curvature)
 
 
-@pytest.mark.parametrize("kind", ["ppo", "spo"])
+@every_objective
 def test_objectives_at_the_old_policy(kind):
-    ratio, advantage = torch.ones(4, requires_grad=True), ADVANTAGES
+    advantage = torch.tensor(ADVANTAGES)
+    ratio = torch.ones(4, requires_grad=True)
     gain = objective(ratio, advantage, EPS, kind)
-    close(gain.detach(), advantage)
-    close(gradients(gain.sum(), [ratio])[0], advantage)
+    assert_close(gain.detach(), advantage)
+    assert_close(gradients(gain.sum(), [ratio])[0], advantage)
 
 
-# --- 3. the value loss
-
-
+# === The value loss ===
 def test_value_loss_against_its_definition():
-    value, old, target = torch.randn(3, 500).requires_grad_().unbind()
-    loss = value_loss(value, old, target, EPS)
-    for v, o, r, found in zip(*(x.tolist() for x in (value, old, target, loss)), strict=True):
-        near = min(max(v, o - EPS), o + EPS)
-        assert found == pytest.approx(max((v - r) ** 2, (near - r) ** 2), abs=1e-12)
+    value = torch.randn(500, requires_grad=True)
+    old_value = torch.randn(500)
+    target = torch.randn(500)
+    loss = value_loss(value, old_value, target, EPS)
+    for i in range(500):
+        v = value[i].item()
+        near = min(max(v, old_value[i].item() - EPS), old_value[i].item() + EPS)
+        error = (v - target[i].item()) ** 2
+        near_error = (near - target[i].item()) ** 2
+        assert loss[i].item() == pytest.approx(max(error, near_error), abs=1e-12)
     slope = gradients(loss.sum(), [value])[0]
-    stuck = ((value - old).abs() > EPS) & ((old + EPS * (value - old).sign() - target).abs() > (value - target).abs())
-    close(slope, torch.where(stuck, 0.0, 2 * (value - target)))
+    value = value.detach()
+    edge = old_value + EPS * (value - old_value).sign()
+    edge_is_worse = (edge - target).abs() > (value - target).abs()
+    stuck = ((value - old_value).abs() > EPS) & edge_is_worse
+    assert_close(slope, torch.where(stuck, 0.0, 2 * (value - target)))
     assert 20 < stuck.sum() < 480
 
 
 def test_value_loss_without_clipping():
-    value, old, target = torch.randn(3, 100)
-    close(value_loss(value, old, target, math.inf), (value - target).square())
+    value, old_value, target = torch.randn(3, 100)
+    assert_close(value_loss(value, old_value, target, math.inf), (value - target).square())
 
 
-# --- 4. the adaptive step size
+# === The adaptive learning rate ===
+def rsl_rl_rule(learning_rate, kl, desired_kl):
+    """As it stands there."""
+    if kl > 2 * desired_kl:
+        return max(1e-5, learning_rate / 1.5)
+    if kl < desired_kl / 2:
+        return min(1e-2, learning_rate * 1.5)
+    return learning_rate
 
 
-@pytest.mark.parametrize("desired", [0.01, 0.03])
+@pytest.mark.parametrize("desired_kl", [0.01, 0.03])
 @pytest.mark.parametrize("rate", [1e-5, 1.2e-5, 1e-3, 9e-3, 1e-2])
-def test_adapted_step_size(rate, desired):
-    """rsl_rl's rule, as it stands there."""
+def test_adapted_learning_rate(rate, desired_kl):
     for share in (0.0, 0.1, 0.499, 0.5, 0.501, 1.0, 1.999, 2.0, 2.001, 100.0):
-        kl, expected = share * desired, rate
-        if kl > 2 * desired:
-            expected = max(1e-5, rate / 1.5)
-        elif kl < desired / 2:
-            expected = min(1e-2, rate * 1.5)
-        close(adapted(torch.tensor(rate), torch.tensor(kl), desired), torch.tensor(expected))
+        kl = share * desired_kl
+        adapted = adapted_learning_rate(torch.tensor(rate), torch.tensor(kl), desired_kl)
+        assert_close(adapted, torch.tensor(rsl_rl_rule(rate, kl, desired_kl)))
 
 
-# --- 5. advantages and targets
+# === Advantages and targets ===
+def rollout_data(args, agent, with_broken=True):
+    """What rollout returns, with random ends.
+
+    Next observations are those of the next step, except where an episode ended or broke.
+    """
+    T = args.num_steps
+    E = args.num_envs
+    event = torch.randint(6, (T, E))
+    terminated = event == 0
+    broken = (event == 2) & with_broken
+    truncated = (event == 1) | broken
+    obs = torch.randn(T + 1, E, OBS_DIM)
+    final_obs = torch.randn(T, E, OBS_DIM)
+    ended = (terminated | truncated)[..., None]
+    mean = agent.policy(obs[:-1].flatten(0, 1)).detach().view(T, E, ACTION_DIM)
+    log_std = agent.policy.log_std.detach().expand_as(mean).clone()
+    return {
+        "obs": obs[:-1],
+        "action": mean + log_std.exp() * torch.randn_like(mean),
+        "mean": mean,
+        "log_std": log_std,
+        "reward": torch.where(broken, 0.0, torch.randn(T, E)),
+        "terminated": terminated,
+        "truncated": truncated,
+        "broken": broken,
+        "next_obs": torch.where(ended, final_obs, obs[1:]),
+    }
 
 
-def rollout_data(args, agent):
-    """Next observations are those of the next step, except where an episode ended or a step was dropped."""
-    T, E = args.num_steps, args.num_envs
-    event = torch.randint(6, (T, E))  # 0 terminated, 1 truncated, 2 dropped: truncated, not valid, no reward
-    obs = torch.randn(T + 1, E, 7)
-    data = dict(obs=obs[:-1], action=torch.randn(T, E, 2), mean=agent.policy(obs[:-1].flatten(0, 1)).detach())
-    data |= dict(reward=torch.where(event == 2, 0.0, torch.randn(T, E)), terminated=event == 0)
-    data |= dict(truncated=(event == 1) | (event == 2), valid=event != 2, mean=data["mean"].view(T, E, 2))
-    return data | dict(next_obs=torch.where((event < 3)[..., None], torch.randn(T, E, 7), obs[1:]))
+def brute_force_advantages(delta, cut, decay):
+    """Sums of TD errors (T, E) with weights decay^l up to the cut."""
+    T = len(delta)
+    advantages = torch.zeros(delta.shape)
+    for start, i in np.ndindex(*delta.shape):
+        for t in range(start, T):
+            advantages[start, i] += decay ** (t - start) * delta[t, i]
+            if cut[t, i]:
+                break
+    return advantages
 
 
-def brute_force_advantages(reward, value, next_value, terminated, cut, gamma, gae_lambda):
-    """Sums of TD errors with weights (gamma lambda)^l up to the cut, in numpy."""
-    advantages = np.zeros(reward.shape)
-    delta = (reward + gamma * torch.where(terminated, 0.0, next_value) - value).numpy()
-    for t, i in np.ndindex(*reward.shape):
-        last = next((s for s in range(t, len(reward)) if cut[s, i]), len(reward) - 1)
-        advantages[t, i] = sum((gamma * gae_lambda) ** (s - t) * delta[s, i] for s in range(t, last + 1))
-    return torch.tensor(advantages)
+def standardized(values, chosen):
+    """By mean and standard deviation of the chosen ones."""
+    return (values - values[chosen].mean()) / values[chosen].std(correction=0)
 
 
-def discounted_returns(reward, ended, gamma):
-    returns = np.zeros(reward.shape)
-    for t, i in np.ndindex(*reward.shape):
-        start = max((s + 1 for s in range(t) if ended[s, i]), default=0)
-        returns[t, i] = sum(gamma ** (t - s) * float(reward[s, i]) for s in range(start, t + 1))
-    return returns
-
-
-def normalised(advantage, valid):
-    kept = advantage[valid]
-    return (advantage - kept.mean()) / kept.std(correction=0)
-
-
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.6, 0.95, 1.0])
-def test_advantages_against_brute_force(gae_lambda, normalise):
-    """Ends, dropped steps and the end of the rollout; a time-out bootstraps from the true final observation."""
-    args = make_args(num_envs=30, gae_lambda=gae_lambda, normalise_reward=normalise, return_scale=2.0)
+def test_advantages_against_brute_force(gae_lambda, normalize):
+    """Ends, broken steps and the end of the rollout; a time-out bootstraps from the true end."""
+    args = make_args(num_envs=30, gae_lambda=gae_lambda)
+    args.normalize_reward = normalize
+    args.return_scale = 2.0
     agent = make_agent(args)
     data = rollout_data(args, agent)
-    before = {k: v.clone() for k, v in data.items()}
+    before = {name: values.clone() for name, values in data.items()}
     flat = compute_targets(agent, data, args, None)
-    ended, reward, valid = data["terminated"] | data["truncated"], data["reward"], data["valid"]
-    if normalise:
-        reward = reward * 2.0 / math.sqrt((discounted_returns(reward, ended, args.gamma) ** 2).mean())
-    cut = ended | torch.cat([~valid[1:], torch.ones(1, 30, dtype=torch.bool)])
-    value, next_value = (agent.value(data[k]).detach() for k in ("obs", "next_obs"))
-    raw = brute_force_advantages(reward, value, next_value, data["terminated"], cut, args.gamma, gae_lambda)
-    close(flat["value"], value.flatten())
-    close(flat["target"], (raw + value).flatten())
-    close(flat["advantage"], normalised(raw, valid).flatten(), rtol=1e-6, atol=1e-6)
-    kept = flat["advantage"][flat["valid"]]
-    assert abs(kept.mean()) < 1e-12 and abs(kept.std(correction=0) - 1) < 1e-6 and 0 < (~valid).sum()
-    assert abs(flat["advantage"].mean()) > 1e-4  # of the dropped steps too it would be another
-    close(data, before, rtol=0, atol=0)
-    for name in ("obs", "action", "mean", "valid"):
-        close(flat[name], data[name].flatten(0, 1), rtol=0, atol=0)
-    assert list(flat) == "obs action advantage target value mean valid".split()  # as update() takes them apart
-    assert not any(v.requires_grad for v in flat.values())
+    assert_close(data, before, rtol=0, atol=0)
+
+    reward = data["reward"]
+    terminated = data["terminated"]
+    broken = data["broken"]
+    ended = terminated | data["truncated"]
+    if normalize:
+        returns = discounted_returns(reward, ended, args.gamma)
+        reward = reward * 2.0 / math.sqrt((returns**2).mean())
+    breaks_next = torch.cat([broken[1:], torch.ones(1, 30, dtype=torch.bool)])
+    value = agent.value(data["obs"]).detach()
+    next_value = agent.value(data["next_obs"]).detach()
+    delta = reward + args.gamma * torch.where(terminated, 0.0, next_value) - value
+    raw = brute_force_advantages(delta, ended | breaks_next, args.gamma * gae_lambda)
+    advantage = standardized(raw, ~broken)
+    whole = ~broken.flatten()
+    assert 0 < broken.sum() < 75
+    assert_close(flat["value"][whole], value[~broken])
+    assert_close(flat["target"][whole], (raw + value)[~broken])
+    assert_close(flat["advantage"][whole], advantage[~broken], rtol=1e-6, atol=1e-6)
+    assert abs(flat["advantage"][whole].mean()) < 1e-12
+    assert abs(flat["advantage"][whole].std(correction=0) - 1) < 1e-6
+    of_all_steps = standardized(raw, torch.ones_like(broken))
+    assert (advantage - of_all_steps).abs().max() > 1e-4  # broken steps would have changed it
+    for name in ("obs", "action", "mean", "log_std"):
+        assert_close(flat[name][whole], data[name][~broken], rtol=0, atol=0)
+    names = {"obs", "action", "mean", "log_std", "value", "target", "advantage"}
+    assert set(flat) == names
+    assert not any(values.requires_grad for values in flat.values())
 
 
 def test_targets_of_single_steps():
-    """One env, three steps by hand: terminated, truncated, end of the rollout."""
-    args = make_args(num_envs=1, num_steps=3, gae_lambda=0.95)
+    """One environment, three steps by hand: terminated, truncated, end of the rollout."""
+    args = make_args(num_envs=1, num_steps=3)
     agent = make_agent(args)
-    data = rollout_data(args, agent)
-    off = torch.zeros(3, 1, dtype=torch.bool)
-    data |= dict(terminated=off.clone(), truncated=off.clone(), valid=~off)
-    data["terminated"][0], data["truncated"][1] = True, True
-    reward, next_value = data["reward"], agent.value(data["next_obs"]).detach()
+    data = rollout_data(args, agent, with_broken=False)
+    data["terminated"] = torch.tensor([[True], [False], [False]])
+    data["truncated"] = torch.tensor([[False], [True], [False]])
+    reward = data["reward"][:, 0]
+    next_value = agent.value(data["next_obs"]).detach()[:, 0]
     target = compute_targets(agent, data, args, None)["target"]
-    close(target, torch.stack([reward[0], reward[1] + 0.9 * next_value[1], reward[2] + 0.9 * next_value[2]])[:, 0])
+    assert_close(target[0], reward[0])
+    assert_close(target[1], reward[1] + 0.9 * next_value[1])
+    assert_close(target[2], reward[2] + 0.9 * next_value[2])
 
 
-@pytest.mark.parametrize("normalise", [False, True])
-def test_dropped_step_influences_no_other(normalise):
-    args = make_args(num_envs=3, normalise_reward=normalise)
+# === Broken steps ===
+def with_garbage(data, chosen, reward):
+    """The data with other contents in the chosen steps, (T, E)"""
+    changed = dict(data)
+    for name in ("obs", "action", "mean", "log_std", "next_obs"):
+        garbage = 3 * torch.randn_like(data[name])
+        changed[name] = torch.where(chosen[..., None], garbage, data[name])
+    changed["reward"] = torch.where(chosen, reward, data["reward"])
+    return changed
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_broken_step_influences_no_other(normalize):
+    """It is in no minibatch, no trace runs into it, and advantages are normalized without it."""
+    args = make_args(num_envs=3, normalize_reward=normalize)
     agent = make_agent(args)
-    data = rollout_data(args, agent)
-
-    def targets(data):  # by a copy: it keeps statistics of the rewards
-        flat = compute_targets(copy.deepcopy(agent), data, args, None)
-        return torch.stack([flat["target"], flat["advantage"]], 1).view(5, 3, 2)
-
+    data = rollout_data(args, agent, with_broken=False)
+    # VecEnv promises a reward of zero; the scale of all rewards is the only way it could matter
+    reward = 0.0 if normalize else 1000.0
     for t, i in np.ndindex(5, 3):
         one = torch.zeros(5, 3, dtype=torch.bool)
         one[t, i] = True
-        dropped = data | dict(valid=~one, truncated=one, terminated=torch.zeros_like(one))
-        dropped["reward"] = torch.where(one, 0.0, data["reward"])
-        other = dict(dropped, next_obs=torch.where(one[..., None], torch.randn(7), data["next_obs"]))
-        if not normalise:  # VecEnv promises a zero reward; the scale of all rewards is the only way it could matter
-            other["reward"] = torch.where(one, 1000.0, data["reward"])
-        before, after = targets(dropped), targets(other)
-        assert (before[~one] == after[~one]).all()
-        assert (before[one] != after[one]).all()
+        data["broken"] = one
+        data["truncated"] = one
+        data["terminated"] = torch.zeros_like(one)
+        data["reward"] = torch.where(one, 0.0, data["reward"])
+        garbage = with_garbage(data, one, reward)
+        # by copies of the agent: it keeps statistics of the rewards
+        flat = compute_targets(copy.deepcopy(agent), data, args, None)
+        flat_garbage = compute_targets(copy.deepcopy(agent), garbage, args, None)
+        assert_close(flat, flat_garbage, rtol=0, atol=0)
+        # the same contents of a step that is not broken do matter
+        garbage["broken"] = torch.zeros_like(one)
+        flat_garbage = compute_targets(copy.deepcopy(agent), garbage, args, None)
+        position = 3 * t + i
+        for name in ("obs", "target", "advantage"):
+            assert (flat[name][position] != flat_garbage[name][position]).all()
+
+
+def test_broken_rows_are_replaced_by_a_whole_one():
+    args = make_args()
+    agent = make_agent(args)
+    data = rollout_data(args, agent)
+    data["broken"][0, 0] = True  # the stand-in is not simply the first row
+    flat = compute_targets(agent, data, args, None)
+    broken = data["broken"].flatten()
+    first_whole = (~broken).nonzero()[0, 0]
+    assert 1 < broken.sum() < 15
+    for values in flat.values():
+        for row in broken.nonzero()[:, 0]:
+            assert_close(values[row], values[first_whole], rtol=0, atol=0)
+
+
+def test_advantage_of_broken_steps():
+    """They count neither for the mean nor for the variance, and become zero."""
+    advantage = torch.randn(5, 6)
+    broken = torch.rand(5, 6) < 0.3
+    normalized = normalize_advantage(advantage, broken)
+    assert_close(normalized[~broken], standardized(advantage, ~broken)[~broken], rtol=1e-6, atol=0)
+    assert (normalized[broken] == 0).all()
+    far_off = torch.where(broken, 1e6, advantage)
+    assert_close(normalize_advantage(far_off, broken), normalized)
+    assert (normalize_advantage(advantage, torch.ones_like(broken)) == 0).all()
+
+
+def test_update_after_broken_steps():
+    """What broken steps hold does not matter, and few whole steps are no danger."""
+    args = make_args(update_epochs=2, num_minibatches=3)
+    agent = make_agent(args)
+    data = rollout_data(args, agent)
+    hardly_whole = dict(data, broken=torch.arange(BATCH).view(5, 6) > 1)
+    all_broken = dict(data, broken=torch.ones(5, 6, dtype=torch.bool))
+    trained = []
+    for case in (data, with_garbage(data, data["broken"], 1000.0), hardly_whole, all_broken):
+        twin = copy.deepcopy(agent)
+        flat = compute_targets(twin, case, args, None)
+        update(twin, make_optimizer(twin, args), flat, args, seeded())
+        trained.append(dict(twin.named_parameters()))
+    assert_close(trained[0], trained[1])
+    for parameters in trained:
+        assert all(parameter.isfinite().all() for parameter in parameters.values())
+
+
+# === The rollout ===
+class RandomEnvs:
+    """Each step ends or does not, breaks or does not, at random."""
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+        self.steps = []
+
+    def step(self, action):
+        obs = torch.randn(self.num_envs, OBS_DIM)
+        terminated, truncated = torch.rand(2, self.num_envs) < 0.4
+        ended = (terminated | truncated)[:, None]
+        final_obs = torch.where(ended, 5 * torch.randn_like(obs), obs)
+        reward = torch.randn(self.num_envs)
+        self.broken = torch.rand(self.num_envs) < 0.5
+        self.steps.append(
+            {
+                "action": action,
+                "next": obs,
+                "reward": reward,
+                "terminated": terminated,
+                "truncated": truncated,
+                "final_obs": final_obs,
+                "broken": self.broken,
+            }
+        )
+        return obs, reward, terminated, truncated, final_obs
 
 
 def test_rollout_stores_what_the_policy_saw_and_did():
     args = make_args(num_envs=3, num_steps=4)
-    agent, steps = make_agent(args), []
+    agent = make_agent(args)
+    envs = RandomEnvs(3)
+    obs = torch.randn(3, OBS_DIM)
+    data, last_obs = rollout(agent, envs, obs, args, seeded(3))
+    normalizer = Normalizer(OBS_DIM)
+    generator = seeded(3)
+    log_std = agent.policy.log_std.detach()
+    for t, step in enumerate(envs.steps):
+        normalizer.update(obs)
+        mean = agent.policy(normalizer(obs)).detach()
+        expected = {
+            "obs": normalizer(obs),
+            "action": step["action"],
+            "mean": mean,
+            "log_std": log_std.expand(3, ACTION_DIM),
+            "reward": step["reward"],
+            "terminated": step["terminated"],
+            "truncated": step["truncated"],
+            "broken": step["broken"],
+            "next_obs": normalizer(step["final_obs"]),
+        }
+        assert_close({name: values[t] for name, values in data.items()}, expected)
+        noise = agent.policy.noise(3, generator)
+        assert_close(step["action"], mean + log_std.exp() * noise)  # not squashed
+        obs = step["next"]
+    assert len(envs.steps) == 4
+    assert (last_obs == obs).all()
 
-    class Envs:
-        """Each step and env ends or does not, is valid or not, at random."""
 
-        def step(self, action):
-            obs, ends = torch.randn(3, 7), torch.rand(2, 3) < 0.4
-            final_obs = torch.where(ends.any(0)[:, None], 5 * torch.randn(3, 7), obs)
-            self.valid = torch.rand(3) < 0.5
-            steps.append((action, obs, torch.randn(3), *ends, final_obs, self.valid))
-            return steps[-1][1:-1]
+# === The loss ===
+class ChangedPolicy(NamedTuple):
+    """An agent that has changed since the rollout, and a batch of the agent before."""
 
-    first, normaliser, rng = torch.randn(3, 7), ppo.Normaliser(7), torch.Generator().manual_seed(3)
-    data, last = ppo.rollout(agent, Envs(), first, args, torch.Generator().manual_seed(3), nothing)
-    obs = first
-    for t, (action, following, reward, terminated, truncated, final_obs, valid) in enumerate(steps):
-        normaliser.update(obs)
-        mean = agent.policy(normaliser(obs)).detach()
-        wanted = dict(obs=normaliser(obs), action=action, mean=mean, next_obs=normaliser(final_obs))
-        wanted |= dict(reward=reward, terminated=terminated, truncated=truncated, valid=valid)
-        close({k: v[t] for k, v in data.items()}, wanted)
-        close(action, mean + agent.policy.log_std.exp().detach() * agent.policy.noise(3, rng))  # not squashed
-        obs = following
-    assert len(steps) == 4 and (last == obs).all()
+    args: Args
+    agent: Agent
+    batch: dict
 
 
-# --- 6. the loss
-
-
-def old_and_new(B=40, scale=0.05, **changes):
-    """Agent after a change, a batch of the policy before it, its log standard deviation, and weights."""
+def changed_policy(scale=0.05, **changes):
     args = make_args(**changes)
-    agent, obs = make_agent(args), torch.randn(B, 7)
-    mean, value, log_std = (x.detach().clone() for x in (agent.policy(obs), agent.value(obs), agent.policy.log_std))
-    action = mean + log_std.exp() * torch.randn(B, 2)
-    batch = obs, action, torch.randn(B), value + torch.randn(B), value, mean
+    agent = make_agent(args)
+    obs = torch.randn(40, OBS_DIM)
+    with torch.no_grad():
+        mean = agent.policy(obs)
+        value = agent.value(obs)
+        log_std = agent.policy.log_std.expand_as(mean).clone()
+    batch = {
+        "obs": obs,
+        "action": mean + log_std.exp() * torch.randn_like(mean),
+        "mean": mean,
+        "log_std": log_std,
+        "value": value,
+        "target": value + torch.randn(40),
+        "advantage": torch.randn(40),
+    }
     perturb(agent, scale)
-    return args, agent, batch, log_std, torch.rand(B).softmax(0)
+    return ChangedPolicy(args, agent, batch)
 
 
-def by_hand(args, agent, batch, old_log_std, weight):
+def loss_by_hand(args, agent, batch):
     """Loss and metrics by torch.distributions."""
-    obs, action, advantage, target, old_value, old_mean = batch
-    old, new = Normal(old_mean, old_log_std.exp()), Normal(agent.policy(obs), agent.policy.log_std.exp())
-    ratio, eps = (new.log_prob(action) - old.log_prob(action)).sum(-1).exp(), args.clip_coef
+    eps = args.clip_coef
+    advantage = batch["advantage"]
+    old = Normal(batch["mean"], batch["log_std"].exp())
+    new = Normal(agent.policy(batch["obs"]), agent.policy.log_std.exp())
+    log_ratio = new.log_prob(batch["action"]) - old.log_prob(batch["action"])
+    ratio = log_ratio.sum(dim=-1).exp()
     if args.objective == "ppo":
         cost = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - eps, 1 + eps))
     else:
         cost = -(ratio * advantage - advantage.abs() / (2 * eps) * (ratio - 1) ** 2)
-    value = agent.value(obs)
-    fit = (value - target) ** 2
+    value = agent.value(batch["obs"])
+    fit = (value - batch["target"]) ** 2
     if args.clip_value:
-        fit = torch.maximum(fit, (old_value + (value - old_value).clamp(-eps, eps) - target) ** 2)
-    outside, entropy = (ratio < 1 - eps) | (ratio > 1 + eps), new.entropy().sum(-1)
-    rows = [cost, fit, kl_divergence(old, new).sum(-1), outside, entropy, new.stddev.mean(-1)]
-    loss = weight @ (cost + args.value_coef * fit - args.entropy_coef * entropy)
-    return loss, torch.stack([weight @ row.double() for row in rows]).detach()
+        near_value = batch["value"] + (value - batch["value"]).clamp(-eps, eps)
+        fit = torch.maximum(fit, (near_value - batch["target"]) ** 2)
+    entropy = new.entropy().sum(dim=-1)
+    outside = (ratio < 1 - eps) | (ratio > 1 + eps)
+    loss = (cost + args.value_coef * fit - args.entropy_coef * entropy).mean()
+    return loss, {
+        "losses/policy": cost.mean().detach(),
+        "losses/value": fit.mean().detach(),
+        "policy/kl": kl_divergence(old, new).sum(dim=-1).mean().detach(),
+        "policy/clipped": outside.double().mean(),
+        "policy/entropy": entropy.mean().detach(),
+        "policy/std": new.stddev.mean().detach(),
+    }
 
 
 @pytest.mark.parametrize("clip_value", [True, False])
-@pytest.mark.parametrize("kind", ["ppo", "spo"])
+@every_objective
 def test_policy_loss_by_hand(kind, clip_value):
-    changes = dict(objective=kind, clip_value=clip_value, value_coef=0.7, entropy_coef=0.3, clip_coef=0.15)
-    args, agent, batch, old_log_std, weight = old_and_new(**changes)
-    loss, metrics = policy_loss(agent, batch, old_log_std, weight, args)
-    expected, expected_metrics = by_hand(args, agent, batch, old_log_std, weight)
-    close(loss, expected)
-    close(metrics, expected_metrics)
-    close(gradients(loss, agent.parameters()), gradients(expected, agent.parameters()))
-    assert 0.1 < metrics[3] < 0.9 and not metrics.requires_grad
+    coefficients = dict(value_coef=0.7, entropy_coef=0.3, clip_coef=0.15)
+    args, agent, batch = changed_policy(objective=kind, clip_value=clip_value, **coefficients)
+    loss, metrics = policy_loss(agent, batch, args)
+    expected, expected_metrics = loss_by_hand(args, agent, batch)
+    assert_close(loss, expected)
+    assert_close(metrics, expected_metrics)
+    assert list(metrics) == LOSS_METRICS
+    assert_close(gradients(loss, agent.parameters()), gradients(expected, agent.parameters()))
+    assert 0.1 < metrics["policy/clipped"] < 0.9
+    assert not any(metric.requires_grad for metric in metrics.values())
 
 
-@pytest.mark.parametrize("kind", ["ppo", "spo"])
+@every_objective
 def test_policy_loss_of_the_old_policy(kind):
     """Ratio 1, KL 0, nothing clipped; the gradient is that of the score function."""
-    args, agent, batch, old_log_std, weight = old_and_new(scale=0.0, objective=kind, value_coef=0.0, entropy_coef=0.0)
-    loss, metrics = policy_loss(agent, batch, old_log_std, weight, args)
-    obs, action, advantage, target, value, _ = batch
-    close(loss, -(weight @ advantage))
-    close(metrics[1:4], torch.stack([weight @ (value - target) ** 2, torch.tensor(0.0), torch.tensor(0.0)]))
-    score = Normal(agent.policy(obs), agent.policy.log_std.exp()).log_prob(action).sum(-1)
-    close(gradients(loss, agent.parameters()), gradients(-(weight * advantage) @ score, agent.parameters()))
+    coefficients = dict(value_coef=0.0, entropy_coef=0.0)
+    args, agent, batch = changed_policy(scale=0.0, objective=kind, **coefficients)
+    loss, metrics = policy_loss(agent, batch, args)
+    assert_close(loss, -batch["advantage"].mean())
+    assert_close(metrics["losses/value"], (batch["value"] - batch["target"]).square().mean())
+    assert_close(metrics["policy/kl"], torch.tensor(0.0))
+    assert_close(metrics["policy/clipped"], torch.tensor(0.0))
+    new = Normal(agent.policy(batch["obs"]), agent.policy.log_std.exp())
+    score = new.log_prob(batch["action"]).sum(dim=-1)
+    expected = -(batch["advantage"] * score).mean()
+    assert_close(gradients(loss, agent.parameters()), gradients(expected, agent.parameters()))
 
 
 def test_entropy_bonus_widens_the_policy():
-    """Its gradient by each log standard deviation is minus the coefficient, and it touches nothing else."""
-    args, agent, batch, old_log_std, weight = old_and_new(entropy_coef=0.3)
-    with_bonus = policy_loss(agent, batch, old_log_std, weight, args)[0]
+    """Its gradient by each log standard deviation is minus the coefficient, elsewhere zero."""
+    args, agent, batch = changed_policy(entropy_coef=0.3)
+    with_bonus, _ = policy_loss(agent, batch, args)
     args.entropy_coef = 0.0
-    difference = with_bonus - policy_loss(agent, batch, old_log_std, weight, args)[0]
-    close(difference, -0.3 * Normal(0.0, agent.policy.log_std.exp()).entropy().sum())
-    for (name, _), g in zip(agent.named_parameters(), gradients(difference, agent.parameters()), strict=True):
-        close(g, torch.full_like(g, -0.3 if name == "policy.log_std" else 0.0))
+    without_bonus, _ = policy_loss(agent, batch, args)
+    difference = with_bonus - without_bonus
+    assert_close(difference, -0.3 * Normal(0.0, agent.policy.log_std.exp()).entropy().sum())
+    slopes = gradients(difference, agent.parameters())
+    for (name, _), slope in zip(agent.named_parameters(), slopes, strict=True):
+        expected = -0.3 if name == "policy.log_std" else 0.0
+        assert_close(slope, torch.full_like(slope, expected))
 
 
-@pytest.mark.parametrize("kind", ["ppo", "spo"])
-def test_steps_without_weight(kind):
-    args, agent, batch, old_log_std, _ = old_and_new(objective=kind)
-    keep = torch.arange(40) % 3 > 0
-    weight = keep / keep.sum()
-    kept = policy_loss(agent, [x[keep] for x in batch], old_log_std, weight[keep], args)
-    for x in batch:
-        x[~keep] = 3.0
-    whole = policy_loss(agent, batch, old_log_std, weight, args)
-    close(whole, kept)
-    close(gradients(whole[0], agent.parameters()), gradients(kept[0], agent.parameters()))
-
-
-# --- 7. the update
-
-
+# === The update ===
 class Adam:
     """Written out, of a list of parameters."""
 
     def __init__(self, parameters):
-        self.parameters, self.t = [*parameters], 0
-        self.m, self.v = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
+        self.parameters = [*parameters]
+        self.num_steps = 0
+        self.first_moments = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.second_moments = [torch.zeros_like(parameter) for parameter in self.parameters]
 
     @torch.no_grad()
-    def step(self, gradients, learning_rate):
-        self.t += 1
-        for p, g, m, v in zip(self.parameters, gradients, self.m, self.v, strict=True):
+    def step(self, gradient, learning_rate):
+        self.num_steps += 1
+        moments = zip(self.first_moments, self.second_moments, strict=True)
+        for parameter, g, (m, v) in zip(self.parameters, gradient, moments, strict=True):
             m.copy_(0.9 * m + 0.1 * g)
             v.copy_(0.999 * v + 0.001 * g * g)
-            p -= learning_rate * (m / (1 - 0.9**self.t)) / ((v / (1 - 0.999**self.t)).sqrt() + 1e-8)
+            mean = m / (1 - 0.9**self.num_steps)
+            scale = (v / (1 - 0.999**self.num_steps)).sqrt() + 1e-8
+            parameter -= learning_rate * mean / scale
 
 
-def batch_of(args, agent):
-    """A rollout's data as update() gets it, with dropped steps."""
-    data = rollout_data(args, agent)
-    data["action"] = data["mean"] + agent.policy.log_std.detach().exp() * data["action"]
-    return compute_targets(agent, data, args, None)
+def update_data(args, agent, with_broken=True):
+    """A rollout's data as update gets it."""
+    return compute_targets(agent, rollout_data(args, agent, with_broken), args, None)
 
 
-def run(agent, optimisers, data, args, progress=0.0):
-    return update(agent, optimisers, data, args, torch.Generator().manual_seed(0), nothing, progress)
-
-
-SCHEDULES = [("ppo", "adaptive"), ("ppo", "linear"), ("ppo", "fixed"), ("ppo", "auto")]
-SCHEDULES += [("spo", "adaptive"), ("spo", "linear"), ("spo", "fixed"), ("spo", "auto")]
+def rule_of(kind, schedule):
+    """What auto means."""
+    if schedule != "auto":
+        return schedule
+    return {"ppo": "adaptive", "spo": "fixed"}[kind]
 
 
 @pytest.mark.parametrize("epochs", [1, 6])
-@pytest.mark.parametrize("kind, schedule", SCHEDULES)
+@every_objective
+@every_schedule
 def test_update_by_hand(kind, schedule, epochs):
-    """Epochs of one minibatch: gradient, clipping, step size by KL or by progress, and Adam, all written out."""
-    args = make_args(update_epochs=epochs, objective=kind, schedule=schedule, learning_rate=8e-3, max_grad_norm=0.5)
+    """Epochs of one minibatch: gradient, clipping, learning rate and Adam, all written out."""
+    rate = 8e-3
+    args = make_args(update_epochs=epochs, objective=kind, schedule=schedule)
+    args.learning_rate = rate
+    args.max_grad_norm = 0.5
     agent = make_agent(args)
-    data, twin, rate = batch_of(args, agent), copy.deepcopy(agent), 8e-3
-    metrics = run(agent, agent.optimisers(args), data, args, progress=0.25)
+    data = update_data(args, agent)
+    twin = copy.deepcopy(agent)
+    optimizer = make_optimizer(agent, args)
+    anneal(optimizer, 0.25, args)
+    metrics = update(agent, optimizer, data, args, seeded())
 
-    *batch, valid = (data[k] for k in "obs action advantage target value mean valid".split())
-    adam, old_log_std, rows, rates = Adam(twin.parameters()), twin.policy.log_std.detach().clone(), [], []
-    assert 15 < valid.sum() < 30
+    adam = Adam(twin.parameters())
+    rule = rule_of(kind, schedule)
+    if rule == "linear":
+        rate = 0.75 * rate
+    history = []
+    rates = []
     for _ in range(epochs):
-        loss, row = by_hand(args, twin, [x[valid] for x in batch], old_log_std, torch.ones(30)[valid] / valid.sum())
+        loss, row = loss_by_hand(args, twin, data)
         gradient = gradients(loss, twin.parameters())
         norm = torch.stack([g.square().sum() for g in gradient]).sum().sqrt()
-        if schedule == "adaptive" or (schedule, kind) == ("auto", "ppo"):
-            rate = max(rate / 1.5, 1e-5) if row[2] > 0.02 else min(rate * 1.5, 1e-2) if row[2] < 0.005 else rate
-        rates.append(0.75 * rate if schedule == "linear" else rate)
-        adam.step([g * min(1.0, 0.5 / (norm.item() + 1e-6)) for g in gradient], rates[-1])
-        rows.append(torch.cat([row, norm[None]]))
-    close(dict(agent.named_parameters()), dict(twin.named_parameters()), rtol=1e-7, atol=1e-9)
-    names = "losses/policy losses/value policy/kl policy/clipped policy/entropy policy/std losses/grad_norm".split()
-    close({k: metrics[k] for k in names}, dict(zip(names, torch.stack(rows).mean(0), strict=True)))
-    close(metrics["policy/learning_rate"], torch.tensor(rates[-1]))
-    assert rows[0][2] == 0 and rows[0][6] > 0.5  # the first KL is that of a policy to itself; the clip was in use
+        if rule == "adaptive":
+            rate = rsl_rl_rule(rate, row["policy/kl"], 0.01)
+        rates.append(rate)
+        adam.step([g * min(1.0, 0.5 / (norm.item() + 1e-6)) for g in gradient], rate)
+        history.append({**row, "losses/grad_norm": norm})
+    parameters = dict(agent.named_parameters())
+    assert_close(parameters, dict(twin.named_parameters()), rtol=1e-7, atol=1e-9)
+    for name in [*LOSS_METRICS, "losses/grad_norm"]:
+        assert_close(metrics[name], torch.stack([row[name] for row in history]).mean())
+    assert_close(metrics["policy/learning_rate"], torch.tensor(rates[-1]))
+    assert history[0]["policy/kl"] == 0  # of a policy to itself
+    assert history[0]["losses/grad_norm"] > 0.5  # the clipping was in use
     if epochs > 1 and schedule == "adaptive":
         assert rates[0] == 1e-2 and min(rates) < 8e-3  # it grew up to its limit, and shrank
 
 
-@pytest.mark.parametrize("kind, schedule", SCHEDULES)
-def test_step_size_over_iterations(kind, schedule):
-    """What the next iteration starts with: adaptive goes on, linear follows the progress, fixed stays."""
+@every_objective
+@every_schedule
+def test_learning_rate_over_iterations(kind, schedule):
+    """Adaptive goes on where it was, linear follows the share that is done, fixed stays."""
     args = make_args(objective=kind, schedule=schedule, learning_rate=1e-4)
     agent = make_agent(args)
-    optimisers, data, rates = agent.optimisers(args), batch_of(args, agent), []
-    for progress in (0.0, 0.5, 0.9):  # KL is 0 at the only minibatch of each
-        data["mean"] = agent.policy(data["obs"]).detach()
-        rates.append(run(agent, optimisers, data, args, progress)["policy/learning_rate"].item())
-    rule = dict(ppo="adaptive", spo="fixed")[kind] if schedule == "auto" else schedule
-    factors = dict(adaptive=[1.5, 1.5**2, 1.5**3], linear=[1.0, 0.5, 0.1], fixed=[1.0, 1.0, 1.0])[rule]
-    assert rates == pytest.approx([1e-4 * f for f in factors])
+    optimizer = make_optimizer(agent, args)
+    data = update_data(args, agent)
+    rates = []
+    for share_done in (0.0, 0.5, 0.9):
+        with torch.no_grad():  # the KL is 0 at the only minibatch of each
+            data["mean"] = agent.policy(data["obs"])
+            data["log_std"] = agent.policy.log_std.expand_as(data["mean"]).clone()
+        anneal(optimizer, share_done, args)
+        metrics = update(agent, optimizer, data, args, seeded())
+        rates.append(metrics["policy/learning_rate"].item())
+    factors = {
+        "adaptive": [1.5, 1.5**2, 1.5**3],
+        "linear": [1.0, 0.5, 0.1],
+        "fixed": [1.0, 1.0, 1.0],
+    }
+    expected = [1e-4 * factor for factor in factors[rule_of(kind, schedule)]]
+    assert rates == pytest.approx(expected)
+
+
+def test_linear_schedule_of_a_run(tmp_path):
+    """The share that is done reaches the optimizer."""
+    torch.set_default_dtype(torch.float32)
+    flags = ["--schedule", "linear", "--learning-rate", 1e-3]
+    run_helpers.train(tmp_path / "run", *flags, iterations=4, script=ppo)
+    rates = [float(row["policy/learning_rate"]) for row in run_helpers.rows(tmp_path / "run")]
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
 @pytest.mark.parametrize("start", [1e-5, 1e-2])
-def test_adaptive_step_size_finds_the_desired_kl(start):
+def test_adaptive_learning_rate_finds_the_desired_kl(start):
     """From both ends of its range, in float32, over iterations of many minibatches."""
     torch.set_default_dtype(torch.float32)
-    args = make_args(num_envs=64, num_steps=8, num_minibatches=4, update_epochs=5, learning_rate=start)
-    agent, kls = make_agent(args), []
-    optimisers = agent.optimisers(args)
+    args = make_args(num_envs=64, num_steps=8, num_minibatches=4, update_epochs=5)
+    args.learning_rate = start
+    agent = make_agent(args)
+    optimizer = make_optimizer(agent, args)
+    kls = []
     for _ in range(8):
-        kls.append(run(agent, optimisers, batch_of(args, agent), args)["policy/kl"].item())
+        metrics = update(agent, optimizer, update_data(args, agent), args, seeded())
+        kls.append(metrics["policy/kl"].item())
     assert 0.003 < np.mean(kls[-4:]) < 0.03
 
 
 def test_update_uses_every_step_once_per_epoch(monkeypatch):
-    args, seen = make_args(update_epochs=3, num_minibatches=5), []
+    args = make_args(update_epochs=3, num_minibatches=5)
     agent = make_agent(args)
-    data, old_log_std = batch_of(args, agent), agent.policy.log_std.detach().clone()
+    data = update_data(args, agent, with_broken=False)
+    old_log_std = agent.policy.log_std.detach().clone()
+    seen = []
 
-    def spy(agent, batch, log_std, weight, args):
-        seen.append(batch[0])
-        close(log_std, old_log_std, rtol=0, atol=0)  # of the rollout, in all epochs
-        assert abs(weight.sum() - 1) < 1e-12
-        return policy_loss(agent, batch, log_std, weight, args)
+    def spy(agent, batch, args):
+        seen.append(batch["obs"])
+        # of the rollout, in all epochs
+        assert_close(batch["log_std"], old_log_std.expand(6, ACTION_DIM), rtol=0, atol=0)
+        return policy_loss(agent, batch, args)
 
     monkeypatch.setattr(ppo, "policy_loss", spy)
-    run(agent, agent.optimisers(args), data, args)
-    orders = [(torch.cat(seen[i : i + 5])[:, None] == data["obs"]).all(-1).nonzero()[:, 1] for i in (0, 5, 10)]
-    assert all(order.sort().values.tolist() == list(range(30)) for order in orders)
-    assert len({tuple(order.tolist()) for order in orders}) == 3  # a fresh shuffle for each
-
-
-def test_update_ignores_dropped_steps():
-    args, results = make_args(update_epochs=2, num_minibatches=3), []
-    agent = make_agent(args)
-    data = batch_of(args, agent)
-    garbage = {k: v.clone() for k, v in data.items()}
-    for name in ("obs", "action", "advantage", "target", "value", "mean"):
-        garbage[name][~data["valid"]] = 3.0
-    empty = dict(data, valid=data["valid"] & (torch.arange(30) < 2))  # minibatches without a single valid step
-    for batch in (data, garbage, empty):
-        trained = copy.deepcopy(agent)
-        run(trained, trained.optimisers(args), batch, args)
-        results.append(trained)
-    close(dict(results[0].named_parameters()), dict(results[1].named_parameters()))
-    assert all(p.isfinite().all() for p in results[2].parameters())
+    update(agent, make_optimizer(agent, args), data, args, seeded())
+    assert [len(obs) for obs in seen] == [6] * 15
+    orders = []
+    for epoch in range(3):
+        obs = torch.cat(seen[5 * epoch : 5 * epoch + 5])
+        rows = (obs[:, None] == data["obs"]).all(dim=-1).nonzero()[:, 1]
+        assert sorted(rows.tolist()) == list(range(BATCH))
+        orders.append(tuple(rows.tolist()))
+    assert len(set(orders)) == 3  # a fresh shuffle for each
 
 
 def test_explained_variance():
     """One for values that are right, zero for a constant, whatever it is."""
     args = make_args()
     agent = make_agent(args)
-    data = batch_of(args, agent)
-    for value, expected in ((data["target"], 1.0), (torch.full((30,), 7.0), 0.0), (data["target"] / 2, 0.75)):
-        metrics = run(agent, agent.optimisers(args), dict(data, value=value), args)
+    data = update_data(args, agent)
+    target = data["target"]
+    for value, expected in ((target, 1.0), (torch.full((BATCH,), 7.0), 0.0), (target / 2, 0.75)):
+        batch = dict(data, value=value)
+        metrics = update(agent, make_optimizer(agent, args), batch, args, seeded())
         assert metrics["losses/explained_variance"].item() == pytest.approx(expected, abs=1e-12)
-    close(metrics["losses/target"], data["target"].mean())
+        assert_close(metrics["losses/target"], target.mean())

@@ -4,17 +4,17 @@ The contract tests that all backends share are in test_envs.py.
 """
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-playground_env = pytest.importorskip("playground_env")
+playground = pytest.importorskip("simulators.playground")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
@@ -22,84 +22,131 @@ from mujoco_playground._src import mjx_env  # noqa: E402
 
 import ppo_continuous  # noqa: E402
 import reppo_continuous  # noqa: E402
+import simulators  # noqa: E402
 import trudi_continuous  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = trudi_continuous, reppo_continuous, ppo_continuous
-TINY = "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --hidden-size 16 --total-timesteps 96".split()
-TINY += "--eval-points 1 --eval-episodes 4".split()
+SCRIPTS = (trudi_continuous, reppo_continuous, ppo_continuous)
+TINY = "--num-envs 4 --num-steps 8 --num-minibatches 4 --update-epochs 1 --hidden-size 16"
+TINY += " --total-timesteps 96 --eval-points 1 --eval-episodes 4"
 
 
 class Clock:
-    """Observes its clock, a number drawn at the start, and the action that arrived; an action above 0.9 in the first
-    column ends the episode, one below -0.9 breaks the observation, in the second column the reward."""
+    """Observes its clock, a number drawn at the start, and the action that arrived.
 
-    action_size, observation_size = 2, 4
+    An action above 0.9 in the first column ends the episode, one below -0.9 breaks the
+    observation, in the second column the reward.
+    """
+
+    action_size = 2
+    observation_size = 4
 
     def reset(self, key):
         draw = jax.random.uniform(key)
         obs = jnp.array([0.0, draw, 0.0, 0.0])
-        return mjx_env.State(obs[0], obs, jnp.zeros(()), jnp.zeros(()), {"success": jnp.zeros(())}, {"draw": draw})
+        return mjx_env.State(
+            data=obs[0],
+            obs=obs,
+            reward=jnp.zeros(()),
+            done=jnp.zeros(()),
+            metrics={"success": jnp.zeros(())},
+            info={"draw": draw},
+        )
 
     def step(self, state, action):
         clock = state.data + 1
-        obs = jnp.array([jnp.where(action[0] < -0.9, jnp.nan, clock), state.info["draw"], *action])
+        draw = state.info["draw"]
+        obs = jnp.array([jnp.where(action[0] < -0.9, jnp.nan, clock), draw, *action])
         reward = jnp.where(action[1] < -0.9, jnp.inf, 1.0 + action[1])
         done = (action[0] > 0.9).astype(float)
-        success = jnp.where((clock == 3) & (state.info["draw"] > 0.5), 1.0, 0.0)  # for a moment, in some episodes
-        return state.replace(data=clock, obs=obs, reward=reward, done=done, metrics={"success": success})
+        # for a moment, in some episodes
+        success = jnp.where((clock == 3) & (draw > 0.5), 1.0, 0.0)
+        metrics = {"success": success}
+        return state.replace(data=clock, obs=obs, reward=reward, done=done, metrics=metrics)
 
 
-class Humanoid(Clock):  # as G1 and T1: the actor sees `state`, the critic `privileged_state`
-    action_size, observation_size = 2, {"privileged_state": (6,), "state": (4,)}
+class Humanoid(Clock):
+    """As G1 and T1: the actor sees `state`, the critic `privileged_state`."""
 
-    def dress(self, state, obs):
-        return state.replace(obs={"privileged_state": jnp.concatenate([obs + 100, obs[:2]]), "state": obs})
+    observation_size = {"privileged_state": (6,), "state": (4,)}
+
+    def dress(self, state):
+        privileged = jnp.concatenate([state.obs + 100, state.obs[:2]])
+        return state.replace(obs={"privileged_state": privileged, "state": state.obs})
 
     def reset(self, key):
-        state = super().reset(key)
-        return self.dress(state, state.obs)
+        return self.dress(super().reset(key))
 
     def step(self, state, action):
-        state = super().step(state, action)
-        return self.dress(state, state.obs)
+        return self.dress(super().step(state, action))
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
     def load(env_id, on_cpu, overrides):
-        config = dict(episode_length=6, action_repeat=1) | dict(overrides)
-        return {"Clock": Clock, "Humanoid": Humanoid}[env_id](), ConfigDict(config)
+        config = {"episode_length": 6, "action_repeat": 1} | overrides
+        env_class = {"Clock": Clock, "Humanoid": Humanoid}[env_id]
+        return env_class(), ConfigDict(config)
 
-    monkeypatch.setattr(playground_env, "load", load)
-    playground_env.build.cache_clear()
+    monkeypatch.setattr(playground, "load", load)
+    playground.build.cache_clear()
     yield
-    playground_env.build.cache_clear()
+    playground.build.cache_clear()
 
 
-def make(env_id="Clock", num_envs=3, seed=5, **kwargs):
-    return trudi_continuous.VecEnv("playground", env_id, num_envs, seed, "cpu", **kwargs)
+def make(env_id="Clock", num_envs=3, seed=5, **overrides):
+    args = trudi_continuous.Args(env_id=env_id, backend="playground", device="cpu")
+    return trudi_continuous.make_envs(args, num_envs, seed, **overrides)
 
 
 def play(envs, actions):
-    steps = [(*envs.step(a), envs.valid) for a in actions]
-    return [torch.stack(x) for x in zip(*steps, strict=True)]
+    """-> obs, reward, terminated, truncated, final_obs, broken of all steps"""
+    steps = [(*envs.step(action), envs.broken) for action in actions]
+    return [torch.stack(column) for column in zip(*steps, strict=True)]
 
 
-def finished(envs):
-    return [episode for block in envs.finished for episode in block.tolist()]
+def column(episodes, name):
+    return [episode[name] for episode in episodes]
+
+
+def whole(episodes):
+    return [episode for episode in episodes if not episode["broken"]]
 
 
 def test_time_limit_final_observation_and_restart(stand_in):
     envs = make()
-    obs, reward, terminated, truncated, final_obs, valid = play(envs, torch.zeros(14, 3, 2))
+    obs, reward, terminated, truncated, final_obs, broken = play(envs, torch.zeros(14, 3, 2))
     assert obs[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert final_obs[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2]
-    assert truncated[:, 0].nonzero()[:, 0].tolist() == [5, 11] and not terminated.any() and valid.all()
+    assert truncated[:, 0].nonzero()[:, 0].tolist() == [5, 11]
+    assert not terminated.any()
+    assert not broken.any()
     assert len(obs[[0, 5, 11], :, 1].unique()) == 9, "each env and episode draws its own start"
-    assert (final_obs[5, :, 1] == obs[0, :, 1]).all(), "the final observation belongs to the old episode"
-    assert {x.dtype for x in (terminated, truncated, valid)} == {torch.bool} and obs.dtype == torch.float32
-    assert envs.resets.tolist() == [3, 3, 3]
+    assert (final_obs[5, :, 1] == obs[0, :, 1]).all(), "it belongs to the old episode"
+    assert {x.dtype for x in (terminated, truncated, broken)} == {torch.bool}
+    assert obs.dtype == reward.dtype == final_obs.dtype == torch.float32
+    assert (envs.num_envs, envs.obs_dim, envs.action_dim) == (3, 4, 2)
+    assert (envs.actor_dim, envs.critic_start) == (4, 0)
+
+
+@pytest.mark.parametrize("num_envs, stagger", [(1, 0), (7, 0), (37, 6), (8, 100)])
+def test_all_that_end_together_start_again(stand_in, num_envs, stagger):
+    """Restarts come in groups: none may be left out, whatever the number of environments."""
+    envs = make(num_envs=num_envs, stagger=stagger)
+    obs, _, _, truncated, final_obs, _ = play(envs, torch.zeros(8, num_envs, 2))
+    assert truncated[5].all()
+    assert truncated.sum() == num_envs
+    assert (final_obs[5, :, 0] == 6).all()
+    assert obs[5:, :, 0].tolist() == [[clock] * num_envs for clock in (0, 1, 2)]
+    assert len(obs[[0, 5], :, 1].unique()) == 2 * num_envs
+    assert column(envs.pop_finished(), "env") == list(range(num_envs))
+
+
+def test_seeds(stand_in):
+    starts = [make(seed=seed).reset()[:, 1] for seed in (5, 5, 6)]
+    assert (starts[0] == starts[1]).all()
+    assert len(torch.stack(starts[1:]).unique()) == 6
+    assert make(seed=10_007 * 10**9).reset().isfinite().all(), "larger than a 32-bit number"
 
 
 def test_termination_restarts_its_own_row_only(stand_in):
@@ -107,221 +154,348 @@ def test_termination_restarts_its_own_row_only(stand_in):
     actions = torch.zeros(8, 3, 2)
     actions[2, 1, 0] = 0.95
     obs, _, terminated, truncated, final_obs, _ = play(envs, actions)
-    assert terminated.nonzero().tolist() == [[2, 1]] and truncated.nonzero().tolist() == [[5, 0], [5, 2]]
-    assert obs[:, 1, 0].tolist() == [1, 2, 0, 1, 2, 3, 4, 5] and final_obs[2, 1, 0] == 3
+    assert terminated.nonzero().tolist() == [[2, 1]]
+    assert truncated.nonzero().tolist() == [[5, 0], [5, 2]]
+    assert obs[:, 1, 0].tolist() == [1, 2, 0, 1, 2, 3, 4, 5]
+    assert final_obs[2, 1, 0] == 3
     assert obs[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 0, 1, 2]
-    assert [e[:3] for e in finished(envs)] == [[1, 3, 3], [0, 6, 6], [2, 6, 6]]
+    episodes = envs.pop_finished()
+    assert column(episodes, "env") == [1, 0, 2]
+    assert column(episodes, "return") == [3, 6, 6]
+    assert column(episodes, "length") == [3, 6, 6]
+    assert column(episodes, "broken") == [False, False, False]
 
 
 def test_statistics_of_episodes(stand_in):
     envs = make()
-    start = envs.obs.clone()
+    start = envs.reset()
     actions = torch.rand(9, 3, 2)
     actions[..., 0] = 0
     _, reward, *_ = play(envs, actions)
-    rows = finished(envs)
-    assert [r[0] for r in rows] == [0, 1, 2] and [r[2] for r in rows] == [6] * 3
-    assert [r[1] for r in rows] == pytest.approx(reward[:6].sum(0).tolist(), rel=1e-6)
-    assert [r[3] for r in rows] == (start[:, 1] > 0.5).float().tolist(), "success at any step counts"
-    assert 0 < sum(r[3] for r in rows) < 3
-    assert envs.episode_length.tolist() == [3] * 3
-    assert envs.episode_return.tolist() == pytest.approx(reward[6:].sum(0).tolist(), rel=1e-6)
-    assert envs.stats()[:, :3].tolist() == [[i, envs.episode_return[i], 3] for i in range(3)]
-    envs.finished.clear()
-    assert finished(envs) == []
+    episodes = envs.pop_finished()
+    assert column(episodes, "env") == [0, 1, 2]
+    assert column(episodes, "length") == [6] * 3
+    returns = reward[:6].sum(0).tolist()
+    assert column(episodes, "return") == pytest.approx(returns, rel=1e-6)
+    successes = (start[:, 1] > 0.5).float().tolist()
+    assert column(episodes, "success") == successes, "success at any step counts"
+    assert 0 < sum(successes) < 3
+    under_way = envs.unfinished()
+    assert column(under_way, "env") == [0, 1, 2]
+    assert column(under_way, "length") == [3] * 3
+    returns = reward[6:].sum(0).tolist()
+    assert column(under_way, "return") == pytest.approx(returns, rel=1e-6)
+    assert column(under_way, "broken") == [False] * 3
+    for episode in episodes + under_way:
+        kinds = {name: type(value) for name, value in episode.items()}
+        expected = {"env": int, "return": float, "length": int, "success": float, "broken": bool}
+        assert kinds == expected
+    assert envs.pop_finished() == []
 
 
-@pytest.mark.parametrize("column", [0, 1], ids=["observation", "reward"])
-def test_nonfinite_steps_are_dropped(stand_in, column):
-    envs, clean = make(), make()
+def test_reset_forgets_the_episodes_under_way(stand_in):
+    envs = make()
+    play(envs, torch.zeros(8, 3, 2))
+    first = envs.reset()
+    assert envs.pop_finished() == []
+    assert column(envs.unfinished(), "length") == [0] * 3
+    assert column(envs.unfinished(), "return") == [0] * 3
+    obs, *_ = play(envs, torch.zeros(6, 3, 2))
+    assert (obs[0, :, 1] == first[:, 1]).all()
+    assert column(envs.pop_finished(), "length") == [6] * 3
+
+
+def test_a_task_that_does_not_tell_success(stand_in, monkeypatch):
+    def forget(function):
+        return lambda self, *args: function(self, *args).replace(metrics={})
+
+    monkeypatch.setattr(Clock, "reset", forget(Clock.reset))
+    monkeypatch.setattr(Clock, "step", forget(Clock.step))
+    envs = make()
+    play(envs, torch.zeros(8, 3, 2))
+    episodes = envs.pop_finished() + envs.unfinished()
+    assert len(episodes) == 6
+    assert all(math.isnan(success) for success in column(episodes, "success"))
+
+
+@pytest.mark.parametrize("column_index", [0, 1], ids=["observation", "reward"])
+def test_nonfinite_steps_are_dropped(stand_in, column_index):
+    envs = make()
+    clean = make()
     actions = torch.zeros(14, 3, 2)
     expected = play(clean, actions)
-    actions[3, 1, column] = -0.95
+    actions[3, 1, column_index] = -0.95
     got = play(envs, actions)
-    obs, reward, terminated, truncated, final_obs, valid = got
+    obs, reward, terminated, truncated, final_obs, broken = got
     assert all(x.isfinite().all() for x in (obs, reward, final_obs))
-    assert (~valid).nonzero().tolist() == [[3, 1]] and (envs.nonfinite, clean.nonfinite) == (1, 0)
-    assert truncated[3].tolist() == [False, True, False] and not terminated.any() and reward[3, 1] == 0
-    assert obs[:, 1, 0].tolist() == [1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4], "its env starts again"
-    for x, y in zip(got, expected, strict=True):
-        assert (x[:, [0, 2]] == y[:, [0, 2]]).all(), "the other envs must not notice"
-    assert sorted(e[0] for e in finished(envs)) == [0, 0, 1, 2, 2] and {e[2] for e in finished(envs)} == {6}
-    envs.nonfinite = 7  # a resumed run goes on counting
-    assert envs.nonfinite == 8
+    assert broken.nonzero().tolist() == [[3, 1]]
+    assert (envs.nonfinite, clean.nonfinite) == (1, 0)
+    assert truncated[3].tolist() == [False, True, False]
+    assert not terminated.any()
+    assert reward[3, 1] == 0
+    assert final_obs[3, 1].equal(obs[2, 1]), "the last finite observation"
+    clocks = [1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
+    assert obs[:, 1, 0].tolist() == clocks, "its env starts again"
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours[:, [0, 2]] == theirs[:, [0, 2]]).all(), "the other envs must not notice"
+    episodes = envs.pop_finished()
+    assert sorted(column(whole(episodes), "env")) == [0, 0, 1, 2, 2]
+    assert set(column(whole(episodes), "length")) == {6}
+    lost = [episode for episode in episodes if episode["broken"]]
+    assert column(lost, "env") == [1]
+    assert column(lost, "length") == [4]
+    assert column(lost, "return") == [3]
+    envs.reset()
+    assert envs.nonfinite == 1, "a reset does not forget them"
+    assert envs.broken.dtype == torch.bool
 
 
 def test_nan_in_the_simulator_state(stand_in):
     """Not from an action: the state itself is poisoned, as when MJX diverges."""
     envs = make()
     play(envs, torch.zeros(2, 3, 2))
-    clock, *others = envs.carry["state"]
-    envs.carry = envs.carry | dict(state=(clock.at[2].set(jnp.nan), *others))
-    obs, reward, terminated, truncated, final_obs, valid = play(envs, torch.zeros(3, 3, 2))
-    assert valid.tolist() == [[True, True, False], [True] * 3, [True] * 3] and envs.nonfinite == 1
-    assert obs[:, 2, 0].tolist() == [0, 1, 2] and obs[:, 0, 0].tolist() == [3, 4, 5] and final_obs.isfinite().all()
+    clock, *others = envs.carry.state
+    envs.carry = envs.carry._replace(state=(clock.at[2].set(jnp.nan), *others))
+    obs, reward, terminated, truncated, final_obs, broken = play(envs, torch.zeros(3, 3, 2))
+    assert broken.tolist() == [[False, False, True], [False] * 3, [False] * 3]
+    assert envs.nonfinite == 1
+    assert obs[:, 2, 0].tolist() == [0, 1, 2]
+    assert obs[:, 0, 0].tolist() == [3, 4, 5]
+    assert final_obs.isfinite().all()
 
 
 def test_broken_starts_are_restarted(stand_in, monkeypatch):
-    def reset(self, key, good=Clock.reset):
-        state = good(self, key)
-        broken = jnp.where(state.info["draw"] < 0.2, jnp.nan, jnp.where(state.info["draw"] < 0.4, jnp.inf, 0.0))
-        return state.replace(data=state.data + broken, obs=state.obs + broken)
+    good_reset = Clock.reset
+
+    def reset(self, key):
+        state = good_reset(self, key)
+        draw = state.info["draw"]
+        error = jnp.where(draw < 0.2, jnp.nan, jnp.where(draw < 0.4, jnp.inf, 0.0))
+        return state.replace(data=state.data + error, obs=state.obs + error)
 
     monkeypatch.setattr(Clock, "reset", reset)
     envs = make(num_envs=32)
-    assert envs.obs.abs().max() <= 1, "neither NaN nor the largest float may reach the normaliser"
-    obs, reward, _, _, final_obs, valid = play(envs, torch.zeros(30, 32, 2))
-    assert all(x.isfinite().all() for x in (obs, reward, final_obs)) and envs.nonfinite == (~valid).sum() > 10
-    assert {e[2] for e in finished(envs)} == {6}
+    largest = envs.reset().abs().max()
+    assert largest <= 1, "neither NaN nor the largest float may reach the normalizer"
+    obs, reward, _, _, final_obs, broken = play(envs, torch.zeros(30, 32, 2))
+    assert all(x.isfinite().all() for x in (obs, reward, final_obs))
+    assert envs.nonfinite == broken.sum() > 10
+    assert set(column(whole(envs.pop_finished()), "length")) == {6}
 
 
 def test_actions_are_clipped_not_rescaled(stand_in):
     envs = make(num_envs=2)
     arrived = envs.step(torch.tensor([[0.5, -0.25], [0.0, 9.0]]))[0][:, 2:]
-    assert arrived.tolist() == [[0.5, -0.25], [0.0, 1.0]], "Playground's actions are in [-1, 1] already"
+    expected = [[0.5, -0.25], [0.0, 1.0]]
+    assert arrived.tolist() == expected, "Playground's actions are in [-1, 1] already"
 
 
 def test_staggered_first_episodes(stand_in):
     envs = make(num_envs=4, stagger=2, episode_length=8)
-    *_, truncated, _, _ = play(envs, torch.zeros(24, 4, 2))
-    ends = [(x.nonzero()[:, 0] + 1).tolist() for x in truncated.T]
-    assert ends == [[2, 10, 18], [4, 12, 20], [6, 14, 22], [8, 16, 24]]
-    assert [e[2] for e in finished(envs)] == [8] * 9, "a cut episode is no result"
+    expected = [[2, 10, 18], [4, 12, 20], [6, 14, 22], [8, 16, 24]]
+    _, _, terminated, truncated, _, _ = play(envs, torch.zeros(24, 4, 2))
+    ends = [(row.nonzero()[:, 0] + 1).tolist() for row in truncated.T]
+    assert ends == expected
+    assert not terminated.any()
+    lengths = column(envs.pop_finished(), "length")
+    assert lengths == [8] * 9, "a cut episode is no result"
+    fresh = make(num_envs=4, stagger=2, episode_length=8)
+    fresh.reset()  # as a script does before its first rollout
+    _, _, _, truncated, _, _ = play(fresh, torch.zeros(24, 4, 2))
+    assert [(row.nonzero()[:, 0] + 1).tolist() for row in truncated.T] == expected
+    long_rollouts = make(num_envs=4, stagger=20, episode_length=8)
+    _, _, _, truncated, _, _ = play(long_rollouts, torch.zeros(17, 4, 2))
+    assert truncated.nonzero()[:, 0].tolist() == [7] * 4 + [15] * 4
+
+
+def test_more_ends_than_a_group(stand_in):
+    """One row starts again at a time here, and all end at once."""
+    envs = make(num_envs=6, stagger=1)
+    assert envs.simulator.group_size == 1
+    play(envs, torch.zeros(6, 6, 2))  # all first episodes are cut
+    actions = torch.zeros(3, 6, 2)
+    actions[1, :, 0] = 0.95
+    obs, _, terminated, _, _, _ = play(envs, actions)
+    assert terminated[1].all()
+    assert obs[1:, :, 0].tolist() == [[0] * 6, [1] * 6]
+    assert len(obs[1, :, 1].unique()) == 6
+
+
+def test_an_end_at_the_cut_is_a_result(stand_in):
+    envs = make(num_envs=4, stagger=2, episode_length=8)
+    actions = torch.zeros(2, 4, 2)
+    actions[1, 0, 0] = 0.95  # terminates where it would be cut
+    _, _, terminated, truncated, _, _ = play(envs, actions)
+    assert terminated.nonzero().tolist() == [[1, 0]]
+    assert not truncated.any()
+    assert column(envs.pop_finished(), "length") == [2]
 
 
 def test_action_repeat_adds_rewards(stand_in):
     envs = make(action_repeat=2)
     obs, reward, _, truncated, _, _ = play(envs, torch.zeros(4, 3, 2))
-    assert obs[:, 0, 0].tolist() == [2, 4, 0, 2] and (reward == 2).all() and truncated[:, 0].tolist() == [0, 0, 1, 0]
+    assert obs[:, 0, 0].tolist() == [2, 4, 0, 2]
+    assert (reward == 2).all()
+    assert truncated[:, 0].tolist() == [False, False, True, False]
 
 
 def test_an_end_between_repeats_is_an_end(stand_in, monkeypatch):
-    def step(self, state, action, plain=Clock.step):
-        state = plain(self, state, action)
-        return state.replace(done=(state.data == 3).astype(float))  # after the first half of the second step
+    plain_step = Clock.step
+
+    def step(self, state, action):
+        state = plain_step(self, state, action)
+        # after the first half of the second step
+        return state.replace(done=(state.data == 3).astype(float))
 
     monkeypatch.setattr(Clock, "step", step)
     envs = make(action_repeat=2, episode_length=20)
     obs, reward, terminated, truncated, final_obs, _ = play(envs, torch.zeros(3, 3, 2))
-    assert terminated[:, 0].tolist() == [False, True, False] and not truncated.any()
+    assert terminated[:, 0].tolist() == [False, True, False]
+    assert not truncated.any()
     assert reward[:, 0].tolist() == [2, 1, 2], "nothing is earned after the end"
 
 
 def test_stored_tensors_are_not_overwritten(stand_in):
-    """dlpack shares memory: what a rollout keeps must be neither JAX's next buffer nor the next action's."""
+    """dlpack shares memory: what a rollout keeps is neither JAX's next buffer nor the action's."""
     envs = make()
-    kept, copies, action = [], [], torch.zeros(3, 2)
+    kept = []
+    copies = []
+    action = torch.zeros(3, 2)
     for i in range(20):
         action.fill_(i / 40)  # in place, as a careless caller would
-        step = (*envs.step(action), envs.valid, envs.obs)
-        copies.append([x.clone() for x in step])
+        step = (*envs.step(action), envs.broken)
+        copies.append([tensor.clone() for tensor in step])
         kept.append(step)
-    assert all((x == y).all() for a, b in zip(kept, copies, strict=True) for x, y in zip(a, b, strict=True))
-    pointers = [step[4].data_ptr() for step in kept]
-    assert len(set(pointers)) == len(pointers), "two steps share a buffer"
+        carried = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(envs.carry)}
+        assert carried.isdisjoint(tensor.data_ptr() for tensor in step), "the next step's memory"
+    for step, copy in zip(kept, copies, strict=True):
+        for tensor, before in zip(step, copy, strict=True):
+            assert (tensor == before).all()
+    pointers = [tensor.data_ptr() for step in kept for tensor in step]
+    assert len(set(pointers)) == len(pointers), "two tensors share a buffer"
 
 
 def test_what_was_asked_for_outlives_the_carry(stand_in):
-    """A step writes the new carry over the old one: no tensor handed out before may show that."""
+    """A step writes the new carry over the old one: nothing handed out before may show that."""
     envs = make()
-    first, stepped = envs.reset(), envs.step(torch.zeros(3, 2))[0]
-    handed = [first, stepped, envs.episode_length, envs.episode_return, envs.stats(), envs.resets]
-    copies = [x.clone() for x in handed]
+    first = envs.reset()
+    stepped = envs.step(torch.zeros(3, 2))[0]
+    under_way = envs.unfinished()
+    first_copy = first.clone()
+    stepped_copy = stepped.clone()
+    under_way_copy = [dict(episode) for episode in under_way]
     carry = envs.carry
-    play(envs, torch.full((9, 3, 2), 0.5))
-    assert carry["obs"].is_deleted(), "the carry is donated"
-    for x, y in zip(handed, copies, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
-    assert not envs.episode_return.equal(handed[3]), "time has passed"
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(carry)}
+    play(envs, torch.full((1, 3, 2), 0.5))
+    reused = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(envs.carry)}
+    assert carry.obs.is_deleted(), "the carry is donated"
+    assert pointers & reused, "and its memory used again"
+    play(envs, torch.full((8, 3, 2), 0.5))
+    assert first.equal(first_copy)
+    assert stepped.equal(stepped_copy)
+    assert under_way == under_way_copy
+    assert column(envs.unfinished(), "return") != column(under_way, "return"), "time has passed"
 
 
 def test_no_copies_on_the_way(stand_in):
-    envs, tables = make(), []
+    envs = make()
+    steps = []
     advance = envs.advance
 
     def spy(carry, action):
-        tables.append(advance(carry, action))
-        return tables[-1]
+        carry, step = advance(carry, action)
+        steps.append(step)
+        return carry, step
 
     envs.advance = spy
-    obs, _, _, _, final_obs = envs.step(torch.zeros(3, 2))
-    start = tables[0][1].unsafe_buffer_pointer()
-    assert obs.data_ptr() == start + 8 * 4 and final_obs.data_ptr() == start + 12 * 4
+    obs, reward, terminated, truncated, final_obs = envs.step(torch.zeros(3, 2))
+    step = steps[0]
+    assert obs.data_ptr() == step.obs.unsafe_buffer_pointer()
+    assert reward.data_ptr() == step.reward.unsafe_buffer_pointer()
+    assert terminated.data_ptr() == step.terminated.unsafe_buffer_pointer()
+    assert truncated.data_ptr() == step.truncated.unsafe_buffer_pointer()
+    assert final_obs.data_ptr() == step.final_obs.unsafe_buffer_pointer()
+    assert envs.broken.data_ptr() == step.ends.broken.unsafe_buffer_pointer()
     action = torch.zeros(3, 2)
     assert jax.dlpack.from_dlpack(action).unsafe_buffer_pointer() == action.data_ptr()
 
 
 def test_rollout_does_not_wait_for_the_device(stand_in, monkeypatch):
     """`step` may not look at a value: reading one on the host is what waits."""
-    envs, looked = make(), []
+    envs = make()
+    looked = []
 
     def spy_on(owner, name):
         real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: looked.append(name) or real(*args, **kwargs))
+
+        def spy(*args, **kwargs):
+            looked.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, spy)
 
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero"):
         spy_on(torch.Tensor, name)
-    for name in ("block_until_ready", "__array__", "__bool__", "__float__"):
-        spy_on(type(envs.carry["obs"]), name)
+    for name in ("block_until_ready", "copy_to_host_async", "__array__", "__bool__", "__float__"):
+        spy_on(type(envs.carry.obs), name)
     for _ in range(8):
         envs.step(torch.zeros(3, 2))
     assert looked == []
-    assert len(finished(envs)) == 3 and looked, "the spies are in place"
+    assert len(envs.pop_finished()) == 3
+    assert looked, "the spies are in place"
 
 
 def test_privileged_observations(stand_in):
     envs = make("Humanoid")
-    assert (envs.actor_dim, envs.critic_start, tuple(envs.obs.shape)) == (4, 4, (3, 10))
+    assert (envs.obs_dim, envs.actor_dim, envs.critic_start) == (10, 4, 4)
+    assert envs.reset().shape == (3, 10)
     obs = envs.step(torch.full((3, 2), 0.25))[0]
-    assert (obs[:, 4:8] == obs[:, :4] + 100).all() and obs[:, 0].tolist() == [1, 1, 1]
-    args = trudi_continuous.Args(vmin=-1.0, vmax=1.0, alpha_init=0.1, lambda_init=0.1, num_envs=3, hidden_size=8)
-    args.diffusion_steps = 2
+    assert (obs[:, 4:8] == obs[:, :4] + 100).all()
+    assert obs[:, 0].tolist() == [1, 1, 1]
+    args = trudi_continuous.Args(num_envs=3, hidden_size=8, diffusion_steps=2)
     agent = trudi_continuous.Agent(envs, args)
-    assert agent.policy.first.in_features == 4 + 2 + 32 and agent.critic.encoder[0].in_features == 6 + 2
+    assert agent.policy.obs_layer.in_features == 4
+    assert agent.critic.encoder[0].in_features == 6 + 2
 
 
-def test_resume_goes_on_with_the_keys_that_come_next(stand_in):
-    envs = make()
-    actions = torch.zeros(10, 3, 2)
-    actions[[2, 4], [1, 1], 0] = 0.95  # env 1 is ahead
-    play(envs, actions)
-    assert envs.resets.tolist() == [2, 3, 2]
-    again = make(resets=np.array(envs.resets.tolist()))
-    assert again.resets.tolist() == [2, 3, 2]
-    assert (again.reset() == envs.reset()).all()
-
-
-def test_unknown_ids_and_missing_packages(monkeypatch, capsys):
-    def choose(env_id, backend, device="cpu"):
-        args = trudi_continuous.Args(env_id=env_id, backend=backend)
-        return trudi_continuous.choose_backend(args, torch.device(device))
-
-    assert choose("CheetahRun", "playground") == ("playground", "DMC")
+def test_choice_of_the_backend(monkeypatch, capsys):
+    choose = trudi_continuous.choose_backend
+    assert choose("CheetahRun", "playground", "cpu") == ("playground", "DMC")
     assert choose("CheetahRun", "auto", "cuda") == ("playground", "DMC")
-    assert choose("T1JoystickRoughTerrain", "auto", "cuda") == ("playground", "humanoid")
-    assert choose("PandaPickCube", "playground") == ("playground", "other")
+    assert choose("T1JoystickRoughTerrain", "auto", "cuda") == ("playground", "other")
+    assert choose("PandaPickCube", "playground", "cpu") == ("playground", "other")
     assert choose("CheetahRun-v1", "auto", "cuda")[0] == "envpool"
-    for env_id in ("CheetahRan", "CheetahRun-v1", "Pendulum-v1"):
-        with pytest.raises(SystemExit) as stopped:
-            choose(env_id, "playground")
-        error = capsys.readouterr().err
-        assert stopped.value.code == 2 and f"playground has no {env_id}" in error and error.count("\n") == 1
-        assert "CheetahRun" in error or env_id == "Pendulum-v1"
-    monkeypatch.setitem(sys.modules, "playground_env", None)  # as if it could not be imported
+    # as if it could not be imported
+    monkeypatch.setitem(sys.modules, "simulators.playground", None)
+    monkeypatch.delattr(simulators, "playground")
     assert choose("CheetahRun-v1", "auto", "cuda")[0] == "envpool"
     with pytest.raises(SystemExit):
-        choose("CheetahRun", "playground")
+        choose("CheetahRun", "playground", "cpu")
     assert "requirements-playground.txt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("env_id", ["CheetahRan", "CheetahRun-v1", "Pendulum-v1"])
+def test_unknown_ids(env_id, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        make(env_id)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert f"playground cannot make {env_id}" in error
+    assert "MuJoCo Playground has no task of this name" in error
+    assert error.count("\n") == 1
+    assert "CheetahRun" in error or env_id == "Pendulum-v1"
+
+
 def test_all_dmc_tasks_of_the_paper_are_known():
-    names = """AcrobotSwingup AcrobotSwingupSparse BallInCup CartpoleBalance CartpoleBalanceSparse CartpoleSwingup
-    CartpoleSwingupSparse CheetahRun FingerSpin FingerTurnEasy FingerTurnHard FishSwim HopperHop HopperStand
-    PendulumSwingup ReacherEasy ReacherHard WalkerRun WalkerStand WalkerWalk"""
-    assert {playground_env.TASKS[name] for name in names.split()} == {"DMC"}
-    assert [n for n, suite in playground_env.TASKS.items() if suite == "humanoid"] == [
-        n for n in playground_env.registry.ALL_ENVS if re.match("[GT]1Joystick(Flat|Rough)Terrain$", n)
-    ]
+    names = """AcrobotSwingup AcrobotSwingupSparse BallInCup CartpoleBalance CartpoleBalanceSparse
+    CartpoleSwingup CartpoleSwingupSparse CheetahRun FingerSpin FingerTurnEasy FingerTurnHard
+    FishSwim HopperHop HopperStand PendulumSwingup ReacherEasy ReacherHard WalkerRun WalkerStand
+    WalkerWalk"""
+    assert {playground.TASKS[name] for name in names.split()} == {"DMC"}
+    joysticks = [name for name in playground.TASKS if re.match("[GT]1Joystick", name)]
+    assert len(joysticks) == 4
+    assert {playground.TASKS[name] for name in joysticks} == {"other"}
+    assert set(playground.TASKS) == set(playground.registry.ALL_ENVS)
 
 
 def test_missing_menagerie(monkeypatch, tmp_path, capsys):
@@ -329,64 +503,86 @@ def test_missing_menagerie(monkeypatch, tmp_path, capsys):
         raise subprocess.CalledProcessError(128, "git")
 
     monkeypatch.setattr(mjx_env, "MENAGERIE_PATH", tmp_path / "absent")
-    monkeypatch.setattr(playground_env.registry, "load", offline)
+    monkeypatch.setattr(playground.registry, "load", offline)
     with pytest.raises(SystemExit) as stopped:
-        playground_env.load("G1JoystickFlatTerrain", True, ())
+        playground.load("G1JoystickFlatTerrain", True, {})
     printed = capsys.readouterr()
-    assert "MENAGERIE_PATH" in printed.out and str(tmp_path / "absent") in printed.out
-    assert stopped.value.code == 2 and "--backend envpool --env-id G1JoystickFlatTerrain-v1" in printed.err
+    assert "MENAGERIE_PATH" in printed.out
+    assert str(tmp_path / "absent") in printed.out
+    assert stopped.value.code == 2
+    assert "--backend envpool --env-id G1JoystickFlatTerrain-v1" in printed.err
     (tmp_path / "mine").mkdir()
     monkeypatch.setenv("MENAGERIE_PATH", str(tmp_path / "mine"))
-    with pytest.raises(subprocess.CalledProcessError):  # a copy of one's own: its errors are shown as they are
-        playground_env.load("G1JoystickFlatTerrain", True, ())
-    assert str(mjx_env.MENAGERIE_PATH) == str(tmp_path / "mine") and "fetches" not in capsys.readouterr().out
+    # a copy of one's own: its errors are shown as they are
+    with pytest.raises(subprocess.CalledProcessError):
+        playground.load("G1JoystickFlatTerrain", True, {})
+    assert str(mjx_env.MENAGERIE_PATH) == str(tmp_path / "mine")
+    assert "fetches" not in capsys.readouterr().out
 
 
-def test_jax_without_a_gpu_is_one_sentence(monkeypatch, capsys):
+def test_jax_without_a_gpu_is_one_sentence(capsys):
+    args = trudi_continuous.Args(env_id="CartpoleBalance", backend="playground", device="cuda")
     with pytest.raises(SystemExit) as stopped:
-        playground_env.VecEnv("playground", "CartpoleBalance", 2, 1, torch.device("cuda"))
-    assert stopped.value.code == 2 and "jax[cuda12]" in capsys.readouterr().err
+        playground.VecEnv(args, 2, 1)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "jax[cuda13]==0.10.2" in error
+    assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_memory_and_cache_settings():
-    """In a process of its own, since they must be set before JAX starts; a user's own values win."""
-    code = "import playground_env, jax, os; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'], "
+    """In a process of its own, since they must be set before JAX starts; a user's values win."""
+    code = "from simulators import playground; import jax, os; "
+    code += "print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'], "
     code += "jax.config.jax_compilation_cache_dir)"
-    for given, expected in (({}, "trudi-mjx"), ({"JAX_COMPILATION_CACHE_DIR": "elsewhere"}, "elsewhere")):
-        env = {k: v for k, v in os.environ.items() if "JAX" not in k and "XLA" not in k} | given
+    inherited = {k: v for k, v in os.environ.items() if "JAX" not in k and "XLA" not in k}
+    own_setting = {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
+    for given, expected in (({}, "trudi-mjx"), (own_setting, "elsewhere")):
         run = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=inherited | given,
+            capture_output=True,
+            text=True,
+            check=True,
         )
-        assert re.fullmatch(rf"false \S*{expected}", run.stdout.strip().splitlines()[-1])
+        last_line = run.stdout.strip().splitlines()[-1]
+        assert re.fullmatch(rf"false \S*{expected}", last_line)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=[s.SCRIPT for s in SCRIPTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_cartpole_trains(script, tmp_path, capsys, monkeypatch):
     """On the real simulator: a few iterations, the files of a run, going on with it."""
+    whole_config = playground.registry.dm_control_suite.get_default_config
 
-    def short(env_id, whole=playground_env.registry.dm_control_suite.get_default_config):
-        config = whole(env_id)
+    def short_episodes(env_id):
+        config = whole_config(env_id)
         config.episode_length = 40
         return config
 
-    monkeypatch.setattr(playground_env.registry, "get_default_config", short)
+    monkeypatch.setattr(playground.registry, "get_default_config", short_episodes)
     monkeypatch.chdir(tmp_path)
-    command = ["--env-id", "CartpoleBalance", "--backend", "playground", *TINY]
-    script.main(command)
+    script.main(["--env-id", "CartpoleBalance", "--backend", "playground", *TINY.split()])
     printed = capsys.readouterr().out
     assert "CartpoleBalance by playground" in printed
     run_dir = next(Path("runs").iterdir())
-    assert run_dir.name.startswith(f"CartpoleBalance-playground__{script.SCRIPT}__1__")
-    assert json.loads((run_dir / "args.json").read_text())["backend"] == "playground"
-    rows = (run_dir / "metrics.csv").read_text().splitlines()
-    assert [r.split(",")[0] for r in rows] == ["global_step", "32", "64", "96"]
-    names, last = rows[0].split(","), rows[-1].split(",")
-    values = dict(zip(names, last, strict=True))
-    assert float(values["charts/nonfinite"]) == 0 and 0 < float(values["eval/return"]) <= 40
+    assert run_dir.name.startswith(f"CartpoleBalance-playground__{script.__name__}__1__")
+    about = json.loads((run_dir / "args.json").read_text())
+    assert about["backend"] == "playground"
+    assert about["suite"] == "DMC"
+    header, *rows = (run_dir / "metrics.csv").read_text().splitlines()
+    assert header.split(",")[0] == "global_step"
+    assert [row.split(",")[0] for row in rows] == ["32", "64", "96"]
+    values = dict(zip(header.split(","), rows[-1].split(","), strict=True))
+    assert float(values["charts/nonfinite"]) == 0
+    assert 0 < float(values["eval/return"]) <= 40
     assert float(values["eval/length"]) == 40
     script.main(["--resume", str(run_dir), "--total-timesteps", "128"])
     assert (run_dir / "metrics.csv").read_text().splitlines()[-1].startswith("128,")
-    assert (run_dir / "eval.json").exists() and (run_dir / "curve.png").exists()
+    assert (run_dir / "eval.json").exists()
+    assert (run_dir / "curve.png").exists()
 
 
 def test_compiling_is_announced_once(stand_in, capsys):
@@ -395,32 +591,50 @@ def test_compiling_is_announced_once(stand_in, capsys):
         play(envs, torch.zeros(9, 4, 2))
         envs.reset()
         play(envs, torch.zeros(2, 4, 2))
-    assert envs.advance._cache_size() == envs.begin._cache_size() == 1, "types or shapes changed: it compiled again"
+    assert envs.advance._cache_size() == 1, "types or shapes changed: it compiled again"
+    assert envs.begin._cache_size() == 1, "types or shapes changed: it compiled again"
     printed = capsys.readouterr().out
-    assert (
-        printed.count("compiling the simulator of 4 envs") == 1 and len(re.findall(r"compiled in \d+ s", printed)) == 1
-    )
+    assert printed.count("compiling the simulator of 4 envs") == 1
+    assert len(re.findall(r"compiled in \d+ s", printed)) == 1
 
 
+@pytest.mark.slow
 def test_warps_state_fits_by_its_shapes(monkeypatch):
-    """On CUDA the simulator is Warp, whose state has arrays without an env axis; here it is traced, not run."""
-    playground_env.build.cache_clear()
+    """On CUDA the simulator is Warp, whose state has arrays without an env axis; here it is
+    traced, not run."""
+    playground.build.cache_clear()
     shapes = {}
 
     def load(env_id, on_cpu, overrides):
-        config = playground_env.registry.get_default_config(env_id)
+        config = playground.registry.get_default_config(env_id)
         assert config.impl == "warp"
-        return playground_env.registry.load(env_id, config=config), config
+        return playground.registry.load(env_id, config=config), config
 
-    def traced(function, **_):
-        return lambda *args: shapes.setdefault(function.__name__, jax.eval_shape(function, *args))
+    def trace_only(function, **kwargs):
+        def traced(*args):
+            shapes[function.__name__] = jax.eval_shape(function, *args)
+            return shapes[function.__name__]
 
-    monkeypatch.setattr(playground_env, "load", load)
-    monkeypatch.setattr(jax, "jit", traced)
+        return traced
+
+    monkeypatch.setattr(playground, "load", load)
+    monkeypatch.setattr(jax, "jit", trace_only)
     monkeypatch.setattr(jax, "block_until_ready", lambda x: x)
-    playground_env.build("CartpoleBalance", 32, jax.devices("cpu")[0], ())
-    playground_env.build.cache_clear()
-    before, (after, table) = shapes["begin"], shapes["advance"]
-    assert any(x.shape[:1] != (32,) for x in before["state"]) and table.shape == (32, 8 + 2 * 5)
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    assert all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
+    playground.build("CartpoleBalance", 32, 128, jax.devices("cpu")[0], ())
+    playground.build.cache_clear()
+    before = shapes["start_episodes"]
+    after, step = shapes["step_all"]
+    assert any(leaf.shape[:1] != (32,) for leaf in before.state)
+    assert step.obs.shape == step.final_obs.shape == (32, 5)
+    per_env = step._replace(obs=None, final_obs=None)
+    assert {leaf.shape for leaf in jax.tree.leaves(per_env)} == {(32,)}
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+
+
+@pytest.mark.slow
+def test_bench_runs(stand_in, capsys):
+    playground.bench("Clock", num_envs=4, steps=2)
+    printed = capsys.readouterr().out
+    assert "staggered, as in training" in printed
+    assert printed.count("steps/s") == 4

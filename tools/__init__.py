@@ -1,0 +1,1 @@
+"""Around the algorithms: grids of runs, tables and figures, films, copies of shared code."""

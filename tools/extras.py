@@ -1,0 +1,200 @@
+"""Comfort for a run that a person watches; a script that was copied alone does without it.
+
+Display           the progress line, curve.png, Ctrl-C and SIGTERM, Weights & Biases
+describe_machine  versions and commit for args.json
+close_ids         what the user may have meant by an unknown environment id
+print_bench       where the time of an iteration goes
+"""
+
+import contextlib
+import csv
+import difflib
+import importlib.metadata
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+PACKAGES = ("torch", "numpy", "gymnasium", "envpool", "mujoco", "mani-skill", "sapien")
+PACKAGES += ("playground", "mujoco-mjx", "jax")
+
+
+class Display:
+    """What a person sees of a run while it trains."""
+
+    def __init__(self, run_dir, args, total_timesteps):
+        self.run_dir = run_dir
+        self.args = args
+        self.total = total_timesteps
+        self.newest = {"charts/episode_return": "-", "eval/return": "-"}
+        self.stop_signal = 0  # number of the signal that asks the run to end
+        signal.signal(signal.SIGINT, self.receive)
+        signal.signal(signal.SIGTERM, self.receive)
+        print(f"settings other than the defaults for a GPU: {changed_settings(args)}", flush=True)
+        self.wandb = None
+        if args.track:
+            self.wandb = start_tracking(run_dir, args)
+
+    def receive(self, number, frame):
+        self.stop_signal = number
+        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+
+    def stop(self):
+        """After the checkpoint is saved: say how to go on and end."""
+        name = signal.Signals(self.stop_signal).name
+        print(f"\nstopped by {name}; go on with --resume {self.run_dir}")
+        raise SystemExit(128 + self.stop_signal)
+
+    def show(self, row, text):
+        """A row of metrics.csv, and what the algorithm adds to the progress line."""
+        known = {name: value for name, value in row.items() if not math.isnan(value)}
+        evaluated = "eval/return" in known
+        for name in self.newest:
+            if name in known:
+                self.newest[name] = f"{known[name]:.1f}"
+        print_line(progress_line(row, self.newest, text, self.total), stays=evaluated)
+        if self.wandb:
+            self.wandb.log(known, step=row["global_step"])
+        if evaluated:
+            warn_about_range(row, self.args)
+            title = f"{self.args.env_id}, {self.run_dir.name}"
+            draw_curve(self.run_dir / "metrics.csv", title)
+
+
+def progress_line(row, newest, text, total):
+    step = row["global_step"]
+    speed = row["charts/sps"]
+    minutes_left = (total - step) / speed / 60
+    return (
+        f"{step:,}/{total:,}  return {newest['charts/episode_return']}"
+        f"  eval {newest['eval/return']}  {text}"
+        f"  {speed:,.0f} steps/s  {minutes_left:.1f} min left"
+    )
+
+
+def print_line(line, stays):
+    """On a terminal a line that renews itself; elsewhere only the lines that stay."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        end = "\n" if stays else ""
+        print(f"\r{line[:width]}\033[K", end=end, flush=True)
+    elif stays:
+        print(line, flush=True)
+
+
+def warn_about_range(row, args):
+    share = row.get("losses/clipped_targets", 0.0)
+    if share > 0.05:
+        bounds = f"[{args.vmin:g}, {args.vmax:g}]"
+        print(f"warning: {share:.0%} of the targets are clipped to {bounds}: widen it", flush=True)
+
+
+def changed_settings(args):
+    defaults = asdict(type(args)())
+    changed = []
+    for name, value in asdict(args).items():
+        if value != defaults[name]:
+            changed.append(f"{name} {value}")
+    return ", ".join(changed) or "none"
+
+
+def import_wandb():
+    try:
+        import wandb
+    except ImportError:
+        print("error: --track needs wandb, which is missing: pip install wandb", file=sys.stderr)
+        raise SystemExit(2) from None
+    return wandb
+
+
+def start_tracking(run_dir, args):
+    """A run that is resumed goes on as the same wandb run."""
+    wandb = import_wandb()
+    return wandb.init(name=run_dir.name, config=asdict(args), dir=str(run_dir), resume="auto")
+
+
+def draw_curve(metrics_path, title):
+    """Returns of training and evaluation over steps, as curve.png beside metrics.csv."""
+    from matplotlib.figure import Figure
+
+    with metrics_path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, style in {"charts/episode_return": "-", "eval/return": "o-"}.items():
+        known = [row for row in rows if row[name]]
+        steps = [int(row["global_step"]) for row in known]
+        values = [float(row[name]) for row in known]
+        axes.plot(steps, values, style, markersize=4, label=name)
+    axes.set(title=title, xlabel="environment steps", ylabel="return")
+    axes.legend(frameon=False)
+    figure.savefig(metrics_path.with_name("curve.png"), dpi=110)
+
+
+def describe_machine():
+    """Versions and commit, for args.json."""
+    about = {"python": sys.version.split()[0], "git": None}
+    folder = str(Path(__file__).resolve().parents[1])
+    command = ["git", "-C", folder, "rev-parse", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or not a clone
+        output = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True)
+        about["git"] = output.strip()
+    for package in PACKAGES:
+        try:
+            about[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return about
+
+
+def close_ids(env_id, known=()):
+    """The end of a sentence about an unknown environment: what else could have been meant."""
+    import gymnasium
+
+    known = {*known, *gymnasium.registry}
+    hint = ""
+    try:
+        import envpool
+
+        known.update(envpool.list_all_envs())
+    except ImportError:
+        hint = " (EnvPool is missing: pip install envpool==1.2.5)"
+    known.discard(env_id)
+    close = ", ".join(difflib.get_close_matches(env_id, known, 4)) or "none"
+    return f"{hint}; the closest known ids: {close}"
+
+
+def bench(script, agent, envs, optimizers, args, generator):
+    """Steps per second of a script, and where the time of an iteration goes. Writes nothing."""
+    obs = envs.reset()
+    seconds = {"rollout": [], "targets": [], "update": []}
+    for _ in range(3 + args.bench):
+        start = now(args)
+        data, obs = script.rollout(agent, envs, obs, args, generator)
+        rollout_end = now(args)
+        data = script.compute_targets(agent, data, args, generator)
+        targets_end = now(args)
+        script.update(agent, *optimizers, data, args, generator)
+        update_end = now(args)
+        seconds["rollout"].append(rollout_end - start)
+        seconds["targets"].append(targets_end - rollout_end)
+        seconds["update"].append(update_end - targets_end)
+    means = {}
+    for phase, history in seconds.items():
+        means[phase] = sum(history[3:]) / args.bench  # the first three warm up
+    total = sum(means.values())
+    print(f"{args.num_envs * args.num_steps / total:.0f} steps/s")
+    for phase, mean in means.items():
+        print(f"  {phase:<10}{1000 * mean:>9.1f} ms{mean / total:>8.1%}")
+
+
+def now(args):
+    if args.device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()  # a GPU works on while Python is ahead
+    return time.perf_counter()

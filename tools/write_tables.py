@@ -1,0 +1,110 @@
+"""Writes what README.md and the pages in docs/ take from results/ and from the scripts.
+
+    python tools/write_tables.py
+
+Between `<!-- python tools/plot.py ARGUMENTS -->` and `<!-- end -->` stands what this command
+prints. Between `<!-- diff: ONE.py OTHER.py -->` and `<!-- end diff -->` stand the functions of two
+scripts that play the same part, as a diff. tests/test_docs.py checks that the pages are up to date.
+"""
+
+import ast
+import contextlib
+import difflib
+import io
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = re.compile(r"<!-- python tools/plot\.py (.*?) -->\n.*?<!-- end -->", re.S)
+DIFF = re.compile(r"<!-- diff: (\S+) (\S+) -->\n.*?<!-- end diff -->", re.S)
+# REPPO's functions and those of TruDi that play the same part
+COUNTERPARTS = {
+    "GaussianPolicy": "DiffusionPolicy",
+    "sample_action": "sample_chain",
+    "gaussian_kl": "trajectory_kl",
+    "actor_loss": "actor_loss",
+    "dual_loss": "dual_loss",
+}
+
+
+def pages():
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def plot_table(arguments):
+    """What tools/plot.py prints for these arguments."""
+    from tools import plot
+
+    words = []
+    for word in arguments.split():
+        if "/" in word:
+            paths = sorted(str(path) for path in ROOT.glob(word))
+            if not paths:
+                raise FileNotFoundError(f"no such results: {word}")
+            words += paths
+        else:
+            words.append(word)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        plot.main(words)
+    return output.getvalue()
+
+
+def definitions(path):
+    """name -> source of the functions and classes of a script"""
+    text = path.read_text()
+    lines = text.splitlines()
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    return found
+
+
+def function_diff(before, after):
+    """All lines of two functions: "-" only in the first, "+" only in the second"""
+    before = before.splitlines()
+    after = after.splitlines()
+    every_line = len(before) + len(after)
+    lines = difflib.unified_diff(before, after, n=every_line, lineterm="")
+    return list(lines)[3:]  # without the two file names and the position
+
+
+def script_diff(one, other):
+    """A section for each pair of counterparts."""
+    before = definitions(ROOT / one)
+    after = definitions(ROOT / other)
+    sections = []
+    for name, counterpart in COUNTERPARTS.items():
+        title = f"`{name}`" if name == counterpart else f"`{name}` becomes `{counterpart}`"
+        lines = function_diff(before[name], after[counterpart])
+        sections.append("\n".join([f"{title}:", "", "```diff", *lines, "```"]))
+    return "\n\n".join(sections) + "\n"
+
+
+def renewed(text):
+    """The text of a page with up-to-date tables and diffs."""
+
+    def table(match):
+        return f"<!-- python tools/plot.py {match[1]} -->\n{plot_table(match[1])}<!-- end -->"
+
+    def diff(match):
+        body = script_diff(match[1], match[2])
+        return f"<!-- diff: {match[1]} {match[2]} -->\n{body}<!-- end diff -->"
+
+    return DIFF.sub(diff, TABLE.sub(table, text))
+
+
+def main():
+    for page in pages():
+        before = page.read_text()
+        after = renewed(before)
+        if after != before:
+            page.write_text(after)
+            print(f"updated {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
