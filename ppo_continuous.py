@@ -62,18 +62,18 @@ class Args:
     total_timesteps: int = 50_000_000  # environment steps of the whole run
     seed: int = 1  # seed of the networks, the noise and the environments
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where it is present
-    run_dir: str = ""  # folder to write to; empty: runs/<env>__<script>__<seed>__<time>
-    resume: str = ""  # folder of an interrupted run to go on with, under its own settings
-    evaluate: str = ""  # checkpoint to evaluate with all samplers instead of training
-    track: bool = False  # log to Weights & Biases, too; without it nothing touches the network
-    bench: int = 0  # measure so many iterations, print where the time goes and write nothing
-    torch_threads: int = 1  # CPU threads of torch and EnvPool; 1 lets runs share a machine
+    run_dir: str = ""  # folder to write to; empty: a new one in runs/
+    resume: str = ""  # folder of an interrupted run to go on with
+    evaluate: str = ""  # checkpoint to evaluate instead of training
+    track: bool = False  # log to Weights & Biases, too
+    bench: int = 0  # measure so many iterations and write nothing
+    torch_threads: int = 1  # CPU threads of torch and EnvPool
     compile: bool = False  # torch.compile the hot functions
 
     # rollout and optimization
     num_envs: int = 1024  # parallel environments (E)
     num_steps: int = 128  # steps that each environment takes per iteration (T)
-    num_minibatches: int = 32  # minibatches per epoch; must divide num_envs * num_steps
+    num_minibatches: int = 32  # minibatches per epoch
     update_epochs: int = 5  # passes over each rollout
     learning_rate: float = 1e-3  # Adam's learning rate at the start, see schedule
     # adaptive: by the KL, see desired_kl; linear: to zero; auto: adaptive for PPO, fixed for SPO
@@ -93,22 +93,30 @@ class Args:
     gae_lambda: float = 0.95  # trace parameter of the advantages
     clip_value: bool = True  # keep new values within clip_coef of the old ones
     value_coef: float = 1.0  # weight of the value loss
-    normalize_reward: bool = True  # scale rewards: discounted returns get an RMS of return_scale
-    return_scale: float = 1.0  # root mean square of the discounted returns, see normalize_reward
+    normalize_reward: bool = True  # scale rewards to returns of return_scale
+    return_scale: float = 1.0  # root mean square of scaled, discounted returns
 
     # evaluation
-    eval_points: int = 20  # evaluations during training; each one also saves a checkpoint
+    eval_points: int = 20  # evaluations and checkpoints during training
     eval_episodes: int = 16  # episodes per evaluation, in environments of their own
     eval_sampler: Literal["mean", "sample"] = "mean"  # the mean action, or the policy itself
 
 
 # A CPU takes a fiftieth of the steps. With small minibatches an adaptive learning rate swings.
-CPU_DEFAULTS = dict(total_timesteps=1_000_000, num_envs=32, num_steps=64, num_minibatches=16)
-CPU_DEFAULTS |= dict(update_epochs=3, hidden_size=128, entropy_coef=0.0, schedule="linear")
+CPU_DEFAULTS = dict(
+    total_timesteps=1_000_000,
+    num_envs=32,
+    num_steps=64,
+    num_minibatches=16,
+    update_epochs=3,
+    hidden_size=128,
+    entropy_coef=0.0,
+    schedule="linear",
+)
 # Settings that may be zero or negative, and those that --resume and --evaluate may change.
 MAY_BE_ZERO = {"seed", "bench", "gamma", "gae_lambda", "entropy_coef"}
 MAY_CHANGE = {"run_dir", "resume", "evaluate", "track", "compile", "device", "torch_threads"}
-MAY_CHANGE |= {"total_timesteps", "eval_points", "eval_episodes", "eval_sampler"}
+MAY_CHANGE |= {"total_timesteps"}  # and what begins with eval_
 
 
 def parse_args(argv=None):
@@ -140,7 +148,8 @@ def parse_args(argv=None):
     if checkpoint:
         for name, before in checkpoint["args"].items():
             now = getattr(args, name)
-            if now != before and name not in MAY_CHANGE:
+            may_change = name in MAY_CHANGE or name.startswith("eval_")
+            if now != before and not may_change:
                 stop(f"the checkpoint was made with {name} {before} and cannot go on with {now}")
     check_args(args)
     return args, checkpoint
@@ -156,7 +165,8 @@ def check_args(args):
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
         stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
-    check_comfort(args)
+    if (args.bench or args.track) and extras is None:
+        stop("--bench and --track need tools/extras.py beside this script")
 
 
 # === 2. Environments: one contract for all simulators ===
@@ -206,13 +216,12 @@ def make_envs(args, num_envs, seed, **kwargs):
 class VecEnv:
     """obs, reward, terminated, truncated, final_obs = step(action in [-1, 1]), all tensors.
 
-    Where an episode ended, final_obs is its last observation and obs the first of the next one;
-    elsewhere they are equal. Bootstrapping from final_obs keeps truncation apart from termination.
-    The policy sees the columns of obs up to actor_dim, the critic those from critic_start on: that
-    is how privileged observations reach the critic alone.
-    A non-finite step becomes a truncation at the last finite observation, and broken tells where.
-    With stagger, the first episodes are cut after different multiples of so many steps: else all
-    environments would stay in step, and each rollout would see one phase of an episode alone.
+    Where an episode ended, final_obs is its last observation and obs the next one's first;
+    elsewhere they are equal. Bootstrapping from final_obs tells truncation from termination.
+    The policy sees the columns up to actor_dim, the critic those from critic_start on.
+    A non-finite step becomes a truncation at the last finite observation: see broken.
+    With stagger the first episodes end apart, after multiples of so many steps. Else each
+    rollout would see a single phase of an episode.
     """
 
     def __init__(self, args, num_envs, seed, stagger=0, **kwargs):
@@ -671,7 +680,7 @@ def final_report(agent, args, run_dir):
         print(line)
     name = f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
     (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
-    os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json says that a run is finished
+    os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json means: finished
     print(f"saved in {run_dir}: " + ", ".join(sorted(path.name for path in run_dir.iterdir())))
 
 
@@ -730,14 +739,6 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
         print("resumed; episodes that were interrupted start again")
 
 
-def check_comfort(args):
-    """Refuse what a script that was copied alone cannot do."""
-    if (args.bench or args.track) and extras is None:
-        stop("--bench and --track need tools/extras.py, which is not beside this script")
-    if args.track:
-        extras.import_wandb()
-
-
 def start_run(args, checkpoint):
     """Make the run's folder and write args.json. -> the folder"""
     name = re.sub("[/:]", "_", args.env_id)
@@ -747,7 +748,7 @@ def start_run(args, checkpoint):
     run_dir = checkpoint["folder"] if checkpoint else Path(args.run_dir or f"runs/{name}")
     about = asdict(args)
     if extras:
-        about |= extras.describe_machine()
+        about |= extras.describe_machine(args)
     _, about["suite"] = choose_backend(args.env_id, args.backend, args.device)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -762,7 +763,7 @@ def start_run(args, checkpoint):
 
 
 def log_row(run_dir, row, text, display):
-    """One more line of metrics.csv and of what a person sees; text is the algorithm's part of it"""
+    """A line of metrics.csv, and one for the person who watches."""
     with (run_dir / "metrics.csv").open("a", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
         if file.tell() == 0:
@@ -774,23 +775,12 @@ def log_row(run_dir, row, text, display):
         print(f"{row['global_step']:,} steps  eval {row['eval/return']:.1f}  {text}", flush=True)
 
 
-def drop_rows_after(path, step):
-    """Before a run goes on: later rows come again, and a kill may have torn the last one."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in whole[1:] if int(line.split(",")[0]) <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join([*whole[:1], *kept]))
-        os.replace(temporary, path)
-
-
 def to_floats(metrics, agent):
-    """The only transfer from the device. A run whose weights have become nonsense ends here."""
+    """The only transfer from the device. A run that has diverged ends here."""
     finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).all()
     *values, finite = torch.stack([*metrics.values(), finite]).tolist()
     if not finite:
-        stop("the parameters have become non-finite; checkpoint.pt is the last good state", code=1)
+        stop("non-finite parameters; checkpoint.pt is the last good state", code=1)
     return dict(zip(metrics, values, strict=True))
 
 
@@ -836,8 +826,8 @@ def main(argv=None):
     run_dir = start_run(args, checkpoint)
     state = (args, agent, progress, optimizers, generator)
     save_checkpoint(run_dir / "checkpoint.pt", *state)
-    drop_rows_after(run_dir / "metrics.csv", progress["step"])
-    display = extras.Display(run_dir, args, num_iterations * batch_size) if extras else None
+    total = num_iterations * batch_size
+    display = extras.Display(run_dir, args, progress["step"], total) if extras else None
 
     # training loop
     earlier_nonfinite = progress["nonfinite"]

@@ -72,18 +72,18 @@ class Args:
     total_timesteps: int = 50_000_000  # environment steps of the whole run
     seed: int = 1  # seed of the networks, the noise and the environments
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where it is present
-    run_dir: str = ""  # folder to write to; empty: runs/<env>__<script>__<seed>__<time>
-    resume: str = ""  # folder of an interrupted run to go on with, under its own settings
-    evaluate: str = ""  # checkpoint to evaluate with all samplers instead of training
-    track: bool = False  # log to Weights & Biases, too; without it nothing touches the network
-    bench: int = 0  # measure so many iterations, print where the time goes and write nothing
+    run_dir: str = ""  # folder to write to; empty: a new one in runs/
+    resume: str = ""  # folder of an interrupted run to go on with
+    evaluate: str = ""  # checkpoint to evaluate instead of training
+    track: bool = False  # log to Weights & Biases, too
+    bench: int = 0  # measure so many iterations and write nothing
     torch_threads: int = 1  # CPU threads of torch; 1 lets runs share a machine
     compile: bool = False  # torch.compile the hot functions
 
     # rollout and optimization
     num_envs: int = 1024  # parallel environments (E)
     num_steps: int = 128  # steps that each environment takes per iteration (T)
-    num_minibatches: int = 32  # minibatches per epoch; must divide num_envs * num_steps
+    num_minibatches: int = 32  # minibatches per epoch
     update_epochs: int = 5  # passes over each rollout
     learning_rate: float = 1e-3  # Adam's learning rate at the start, see schedule
     # adaptive: by the KL, see desired_kl; linear: to zero; auto: adaptive for PPO, fixed for SPO
@@ -103,26 +103,32 @@ class Args:
     gae_lambda: float = 0.95  # trace parameter of the advantages
     clip_value: bool = True  # keep new values within clip_coef of the old ones
     value_coef: float = 1.0  # weight of the value loss
-    normalize_reward: bool = True  # scale rewards: discounted returns get an RMS of return_scale
-    return_scale: float = 1.0  # root mean square of the discounted returns, see normalize_reward
+    normalize_reward: bool = True  # scale rewards to returns of return_scale
+    return_scale: float = 1.0  # root mean square of scaled, discounted returns
 
     # evaluation
-    eval_points: int = 20  # evaluations during training; each one also saves a checkpoint
+    eval_points: int = 20  # evaluations and checkpoints during training
     eval_episodes: int = 64  # episodes per evaluation, in environments of their own
     eval_sampler: Literal["mean", "sample"] = "mean"  # the mean action, or the policy itself
 
 
 # A CPU takes a fiftieth of the steps, so it needs small rollouts and networks.
-CPU_DEFAULTS = dict(total_timesteps=1_000_000, num_envs=64, num_steps=32, num_minibatches=8)
-CPU_DEFAULTS |= dict(hidden_size=128, entropy_coef=0.0)
+CPU_DEFAULTS = dict(
+    total_timesteps=1_000_000,
+    num_envs=64,
+    num_steps=32,
+    num_minibatches=8,
+    hidden_size=128,
+    entropy_coef=0.0,
+)
 # Settings that may be zero or negative, and those that --resume and --evaluate may change.
 MAY_BE_ZERO = {"seed", "bench", "gamma", "gae_lambda", "entropy_coef"}
 MAY_CHANGE = {"run_dir", "resume", "evaluate", "track", "compile", "device", "torch_threads"}
-MAY_CHANGE |= {"backend", "total_timesteps", "eval_points", "eval_episodes", "eval_sampler"}
+MAY_CHANGE |= {"backend", "total_timesteps"}  # and what begins with eval_
 
 
 def parse_args(argv=None):
-    """Parse twice: task and device decide the defaults of the second pass, and what --help shows.
+    """Parse twice: task and device decide the defaults, which --help shows.
 
     -> args, checkpoint to start from or None
     """
@@ -156,7 +162,8 @@ def parse_args(argv=None):
     if checkpoint:
         for name, before in checkpoint["args"].items():
             now = getattr(args, name)
-            if now != before and name not in MAY_CHANGE:
+            may_change = name in MAY_CHANGE or name.startswith("eval_")
+            if now != before and not may_change:
                 stop(f"the checkpoint was made with {name} {before} and cannot go on with {now}")
     check_args(args)
     return args, checkpoint
@@ -172,7 +179,8 @@ def check_args(args):
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
         stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
-    check_comfort(args)
+    if (args.bench or args.track) and extras is None:
+        stop("--bench and --track need tools/extras.py beside this script")
 
 
 # === 2. Environments: ManiSkill on a GPU, or in a batch on a CPU ===
@@ -691,7 +699,7 @@ def final_report(agent, args, run_dir):
         print(line)
     name = f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
     (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
-    os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json says that a run is finished
+    os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json means: finished
     print(f"saved in {run_dir}: " + ", ".join(sorted(path.name for path in run_dir.iterdir())))
 
 
@@ -750,14 +758,6 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
         print("resumed; episodes that were interrupted start again")
 
 
-def check_comfort(args):
-    """Refuse what a script that was copied alone cannot do."""
-    if (args.bench or args.track) and extras is None:
-        stop("--bench and --track need tools/extras.py, which is not beside this script")
-    if args.track:
-        extras.import_wandb()
-
-
 def start_run(args, checkpoint):
     """Make the run's folder and write args.json. -> the folder"""
     name = re.sub("[/:]", "_", args.env_id)
@@ -767,7 +767,7 @@ def start_run(args, checkpoint):
     run_dir = checkpoint["folder"] if checkpoint else Path(args.run_dir or f"runs/{name}")
     about = asdict(args)
     if extras:
-        about |= extras.describe_machine()
+        about |= extras.describe_machine(args)
     _, about["suite"] = choose_backend(args.env_id, args.backend, args.device)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -782,7 +782,7 @@ def start_run(args, checkpoint):
 
 
 def log_row(run_dir, row, text, display):
-    """One more line of metrics.csv and of what a person sees; text is the algorithm's part of it"""
+    """A line of metrics.csv, and one for the person who watches."""
     with (run_dir / "metrics.csv").open("a", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
         if file.tell() == 0:
@@ -794,23 +794,12 @@ def log_row(run_dir, row, text, display):
         print(f"{row['global_step']:,} steps  eval {row['eval/return']:.1f}  {text}", flush=True)
 
 
-def drop_rows_after(path, step):
-    """Before a run goes on: later rows come again, and a kill may have torn the last one."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in whole[1:] if int(line.split(",")[0]) <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join([*whole[:1], *kept]))
-        os.replace(temporary, path)
-
-
 def to_floats(metrics, agent):
-    """The only transfer from the device. A run whose weights have become nonsense ends here."""
+    """The only transfer from the device. A run that has diverged ends here."""
     finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).all()
     *values, finite = torch.stack([*metrics.values(), finite]).tolist()
     if not finite:
-        stop("the parameters have become non-finite; checkpoint.pt is the last good state", code=1)
+        stop("non-finite parameters; checkpoint.pt is the last good state", code=1)
     return dict(zip(metrics, values, strict=True))
 
 
@@ -856,8 +845,8 @@ def main(argv=None):
     run_dir = start_run(args, checkpoint)
     state = (args, agent, progress, optimizers, generator)
     save_checkpoint(run_dir / "checkpoint.pt", *state)
-    drop_rows_after(run_dir / "metrics.csv", progress["step"])
-    display = extras.Display(run_dir, args, num_iterations * batch_size) if extras else None
+    total = num_iterations * batch_size
+    display = extras.Display(run_dir, args, progress["step"], total) if extras else None
 
     # training loop
     earlier_nonfinite = progress["nonfinite"]

@@ -64,24 +64,24 @@ class Args:
     total_timesteps: int = 50_000_000  # environment steps of the whole run
     seed: int = 1  # seed of the networks, the noise and the environments
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where it is present
-    run_dir: str = ""  # folder to write to; empty: runs/<env>__<script>__<seed>__<time>
-    resume: str = ""  # folder of an interrupted run to go on with, under its own settings
-    evaluate: str = ""  # checkpoint to evaluate with all samplers instead of training
-    track: bool = False  # log to Weights & Biases, too; without it nothing touches the network
-    bench: int = 0  # measure so many iterations, print where the time goes and write nothing
-    torch_threads: int = 1  # CPU threads of torch and EnvPool; 1 lets runs share a machine
+    run_dir: str = ""  # folder to write to; empty: a new one in runs/
+    resume: str = ""  # folder of an interrupted run to go on with
+    evaluate: str = ""  # checkpoint to evaluate instead of training
+    track: bool = False  # log to Weights & Biases, too
+    bench: int = 0  # measure so many iterations and write nothing
+    torch_threads: int = 1  # CPU threads of torch and EnvPool
     compile: bool = False  # torch.compile the hot functions
 
     # rollout and optimization
     num_envs: int = 1024  # parallel environments (E)
     num_steps: int = 128  # steps that each environment takes per iteration (T)
-    num_minibatches: int = 64  # minibatches per epoch; must divide num_envs * num_steps
+    num_minibatches: int = 64  # minibatches per epoch
     update_epochs: int = 8  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
     actor_learning_rate: float = 3e-4  # Adam's learning rate for policy, alpha and lambda
-    anneal: float = 0.0  # share of actor_learning_rate that is gone at the end, linearly
-    max_grad_norm: float = 0.5  # gradients of policy and critic are clipped to this norm each
+    anneal: float = 0.0  # share of actor_learning_rate that is gone at the end
+    max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
     # critic
     hidden_size: int = 512  # width of policy and critic (H)
@@ -91,9 +91,9 @@ class Args:
     vmax: float = 150.0  # upper end of the critic's range
     num_bins: int = 151  # bins of the critic's value distribution
     hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
-    aux_coef: float = 1.0  # weight of the auxiliary loss, the prediction of the next features
-    normalize_reward: bool = False  # scale rewards: discounted returns get an RMS of return_scale
-    return_scale: float = 30.0  # root mean square of the discounted returns, see normalize_reward
+    aux_coef: float = 1.0  # weight of the prediction of the next features
+    normalize_reward: bool = False  # scale rewards to returns of return_scale
+    return_scale: float = 30.0  # root mean square of scaled, discounted returns
 
     # policy and trust region
     alpha_init: float = 0.01  # initial entropy temperature
@@ -103,33 +103,53 @@ class Args:
     lambda_init: float = 0.01  # initial multiplier of the KL
 
     # evaluation
-    eval_points: int = 20  # evaluations during training; each one also saves a checkpoint
+    eval_points: int = 20  # evaluations and checkpoints during training
     eval_episodes: int = 16  # episodes per evaluation, in environments of their own
     eval_sampler: Literal["mean", "sample", "best-of-k"] = "mean"  # how actions are chosen, see act
     eval_best_of: int = 10  # samples that best-of-k chooses from (K)
 
 
 # A CPU takes a fiftieth of the steps, so it needs small networks and large learning rates.
-CPU_DEFAULTS = dict(total_timesteps=1_000_000, num_envs=128, num_steps=32, num_minibatches=16)
-CPU_DEFAULTS |= dict(update_epochs=5, policy_delay=3, hidden_size=128)
-CPU_DEFAULTS |= dict(learning_rate=2e-3, actor_learning_rate=1.2e-3, anneal=1.0)
-CPU_DEFAULTS |= dict(max_grad_norm=100.0, lambda_init=1.0)
+CPU_DEFAULTS = dict(
+    total_timesteps=1_000_000,
+    num_envs=128,
+    num_steps=32,
+    num_minibatches=16,
+    update_epochs=5,
+    policy_delay=3,
+    hidden_size=128,
+    learning_rate=2e-3,
+    actor_learning_rate=1.2e-3,
+    anneal=1.0,
+    max_grad_norm=100.0,
+    lambda_init=1.0,
+)
 # Outside the DeepMind Control suite the rewards have an unknown scale and sign.
-OTHER_TASK = dict(normalize_reward=True, vmin=-150.0, vmax=150.0)
+OTHER_TASK = dict(
+    normalize_reward=True,
+    vmin=-150.0,
+    vmax=150.0,
+)
 # There a CPU learns in smaller steps: with CPU_DEFAULTS Pendulum-v1 forgot what it had learned.
-CPU_OTHER_TASK = dict(num_envs=64, num_steps=64, update_epochs=4, policy_delay=1)
-CPU_OTHER_TASK |= dict(learning_rate=3e-4, actor_learning_rate=3e-4, anneal=0.0)
-CPU_OTHER_TASK |= dict(max_grad_norm=0.5)
+CPU_OTHER_TASK = dict(
+    num_envs=64,
+    num_steps=64,
+    update_epochs=4,
+    policy_delay=1,
+    learning_rate=3e-4,
+    actor_learning_rate=3e-4,
+    anneal=0.0,
+    max_grad_norm=0.5,
+)
 # Settings that may be zero or negative, and those that --resume and --evaluate may change.
 MAY_BE_ZERO = {"seed", "bench", "anneal", "gamma", "td_lambda", "vmin", "vmax", "aux_coef"}
 MAY_BE_ZERO |= {"entropy_target"}
 MAY_CHANGE = {"run_dir", "resume", "evaluate", "track", "compile", "device", "torch_threads"}
-MAY_CHANGE |= {"total_timesteps", "eval_points", "eval_episodes", "eval_sampler"}
-MAY_CHANGE |= {"eval_best_of"}
+MAY_CHANGE |= {"total_timesteps"}  # and what begins with eval_
 
 
 def parse_args(argv=None):
-    """Parse twice: task and device decide the defaults of the second pass, and what --help shows.
+    """Parse twice: task and device decide the defaults, which --help shows.
 
     -> args, checkpoint to start from or None
     """
@@ -162,7 +182,8 @@ def parse_args(argv=None):
     if checkpoint:
         for name, before in checkpoint["args"].items():
             now = getattr(args, name)
-            if now != before and name not in MAY_CHANGE:
+            may_change = name in MAY_CHANGE or name.startswith("eval_")
+            if now != before and not may_change:
                 stop(f"the checkpoint was made with {name} {before} and cannot go on with {now}")
     check_args(args)
     return args, checkpoint
@@ -182,7 +203,8 @@ def check_args(args):
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
         stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
-    check_comfort(args)
+    if (args.bench or args.track) and extras is None:
+        stop("--bench and --track need tools/extras.py beside this script")
     if args.policy_delay > args.update_epochs * args.num_minibatches:
         stop("policy_delay must be at most update_epochs * num_minibatches")
 
@@ -234,13 +256,12 @@ def make_envs(args, num_envs, seed, **kwargs):
 class VecEnv:
     """obs, reward, terminated, truncated, final_obs = step(action in [-1, 1]), all tensors.
 
-    Where an episode ended, final_obs is its last observation and obs the first of the next one;
-    elsewhere they are equal. Bootstrapping from final_obs keeps truncation apart from termination.
-    The policy sees the columns of obs up to actor_dim, the critic those from critic_start on: that
-    is how privileged observations reach the critic alone.
-    A non-finite step becomes a truncation at the last finite observation, and broken tells where.
-    With stagger, the first episodes are cut after different multiples of so many steps: else all
-    environments would stay in step, and each rollout would see one phase of an episode alone.
+    Where an episode ended, final_obs is its last observation and obs the next one's first;
+    elsewhere they are equal. Bootstrapping from final_obs tells truncation from termination.
+    The policy sees the columns up to actor_dim, the critic those from critic_start on.
+    A non-finite step becomes a truncation at the last finite observation: see broken.
+    With stagger the first episodes end apart, after multiples of so many steps. Else each
+    rollout would see a single phase of an episode.
     """
 
     def __init__(self, args, num_envs, seed, stagger=0, **kwargs):
@@ -764,7 +785,7 @@ def final_report(agent, args, run_dir):
         print(line)
     name = f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
     (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
-    os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json says that a run is finished
+    os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json means: finished
     print(f"saved in {run_dir}: " + ", ".join(sorted(path.name for path in run_dir.iterdir())))
 
 
@@ -823,14 +844,6 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
         print("resumed; episodes that were interrupted start again")
 
 
-def check_comfort(args):
-    """Refuse what a script that was copied alone cannot do."""
-    if (args.bench or args.track) and extras is None:
-        stop("--bench and --track need tools/extras.py, which is not beside this script")
-    if args.track:
-        extras.import_wandb()
-
-
 def start_run(args, checkpoint):
     """Make the run's folder and write args.json. -> the folder"""
     name = re.sub("[/:]", "_", args.env_id)
@@ -840,7 +853,7 @@ def start_run(args, checkpoint):
     run_dir = checkpoint["folder"] if checkpoint else Path(args.run_dir or f"runs/{name}")
     about = asdict(args)
     if extras:
-        about |= extras.describe_machine()
+        about |= extras.describe_machine(args)
     _, about["suite"] = choose_backend(args.env_id, args.backend, args.device)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -855,7 +868,7 @@ def start_run(args, checkpoint):
 
 
 def log_row(run_dir, row, text, display):
-    """One more line of metrics.csv and of what a person sees; text is the algorithm's part of it"""
+    """A line of metrics.csv, and one for the person who watches."""
     with (run_dir / "metrics.csv").open("a", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
         if file.tell() == 0:
@@ -867,23 +880,12 @@ def log_row(run_dir, row, text, display):
         print(f"{row['global_step']:,} steps  eval {row['eval/return']:.1f}  {text}", flush=True)
 
 
-def drop_rows_after(path, step):
-    """Before a run goes on: later rows come again, and a kill may have torn the last one."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in whole[1:] if int(line.split(",")[0]) <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join([*whole[:1], *kept]))
-        os.replace(temporary, path)
-
-
 def to_floats(metrics, agent):
-    """The only transfer from the device. A run whose weights have become nonsense ends here."""
+    """The only transfer from the device. A run that has diverged ends here."""
     finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).all()
     *values, finite = torch.stack([*metrics.values(), finite]).tolist()
     if not finite:
-        stop("the parameters have become non-finite; checkpoint.pt is the last good state", code=1)
+        stop("non-finite parameters; checkpoint.pt is the last good state", code=1)
     return dict(zip(metrics, values, strict=True))
 
 
@@ -932,8 +934,8 @@ def main(argv=None):
     run_dir = start_run(args, checkpoint)
     state = (args, agent, progress, optimizers, generator)
     save_checkpoint(run_dir / "checkpoint.pt", *state)
-    drop_rows_after(run_dir / "metrics.csv", progress["step"])
-    display = extras.Display(run_dir, args, num_iterations * batch_size) if extras else None
+    total = num_iterations * batch_size
+    display = extras.Display(run_dir, args, progress["step"], total) if extras else None
 
     # training loop
     earlier_nonfinite = progress["nonfinite"]

@@ -185,7 +185,7 @@ def test_lines_on_a_terminal(capsys, monkeypatch):
 
 def display(tmp_path, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return extras.Display(tmp_path, trudi.Args(seed=7), 1_000)
+    return extras.Display(tmp_path, trudi.Args(seed=7), 0, 1_000)
 
 
 def test_display_shows_rows_and_keeps_the_newest_values(tmp_path, monkeypatch, capsys):
@@ -236,12 +236,12 @@ def test_curve_without_any_episode(tmp_path):
 
 
 def test_describe_machine(monkeypatch):
-    about = extras.describe_machine()
+    about = extras.describe_machine(trudi.Args())
     assert about["torch"] == torch.__version__ and about["python"] == sys.version.split()[0]
     assert about["git"] is None or re.fullmatch("[0-9a-f]{40}", about["git"])
     json.dumps(about)
     monkeypatch.setenv("PATH", "")
-    assert extras.describe_machine()["git"] is None, "a machine without git"
+    assert extras.describe_machine(trudi.Args())["git"] is None, "a machine without git"
 
 
 def test_close_ids(monkeypatch):

@@ -38,6 +38,8 @@ from run_helpers import (
     wait_for,
 )
 
+from tools import extras
+
 CARTPOLE = ["--env-id", "CartpoleBalance-v1"]  # by EnvPool
 
 
@@ -391,5 +393,5 @@ def test_a_kill_during_the_repair_loses_no_rows(clock, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", killed)
     with pytest.raises(KeyboardInterrupt):
-        trudi.drop_rows_after(folder / "metrics.csv", 2 * BATCH)
+        extras.drop_rows_after(folder / "metrics.csv", 2 * BATCH)
     assert (folder / "metrics.csv").read_bytes() == before

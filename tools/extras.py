@@ -11,6 +11,7 @@ import csv
 import difflib
 import importlib.metadata
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,8 @@ PACKAGES += ("playground", "mujoco-mjx", "jax")
 class Display:
     """What a person sees of a run while it trains."""
 
-    def __init__(self, run_dir, args, total_timesteps):
+    def __init__(self, run_dir, args, step, total_timesteps):
+        drop_rows_after(run_dir / "metrics.csv", step)
         self.run_dir = run_dir
         self.args = args
         self.total = total_timesteps
@@ -63,6 +65,18 @@ class Display:
             warn_about_range(row, self.args)
             title = f"{self.args.env_id}, {self.run_dir.name}"
             draw_curve(self.run_dir / "metrics.csv", title)
+
+
+def drop_rows_after(path, step):
+    """Before a run goes on: later rows come again, and a kill may have torn the last one."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    kept = [line for line in whole[1:] if int(line.split(",")[0]) <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join([*whole[:1], *kept]))
+    os.replace(temporary, path)
 
 
 def progress_line(row, newest, text, total):
@@ -135,8 +149,10 @@ def draw_curve(metrics_path, title):
     figure.savefig(metrics_path.with_name("curve.png"), dpi=110)
 
 
-def describe_machine():
-    """Versions and commit, for args.json."""
+def describe_machine(args):
+    """Versions and commit, for args.json; refuses --track without wandb before a run begins."""
+    if args.track:
+        import_wandb()
     about = {"python": sys.version.split()[0], "git": None}
     folder = str(Path(__file__).resolve().parents[1])
     command = ["git", "-C", folder, "rev-parse", "HEAD"]
