@@ -260,11 +260,9 @@ class VecEnv:
     elsewhere they are equal. Bootstrapping from final_obs tells truncation from termination.
     The policy sees the columns up to actor_dim, the critic those from critic_start on.
     A non-finite step becomes a truncation at the last finite observation: see broken.
-    With stagger the first episodes end apart, after multiples of so many steps. Else each
-    rollout would see a single phase of an episode.
     """
 
-    def __init__(self, args, num_envs, seed, stagger=0, **kwargs):
+    def __init__(self, args, num_envs, seed, **kwargs):
         self.backend = args.backend
         self.num_envs = num_envs
         self.device = torch.device(args.device)
@@ -275,11 +273,9 @@ class VecEnv:
 
             kwargs = dict(num_envs=num_envs, num_threads=args.torch_threads) | kwargs
             self.env = envpool.make_gymnasium(args.env_id, seed=self.seed, **kwargs)
-            time_limit = self.env.config["max_episode_steps"]
         else:
             disabled = dict(autoreset_mode="Disabled")  # step below resets by itself
             self.env = gym.make_vec(args.env_id, num_envs, "sync", disabled, **kwargs)
-            time_limit = self.env.spec.max_episode_steps
         space = self.env.single_action_space
         if not isinstance(space, gym.spaces.Box):
             raise TypeError(f"it has {type(space).__name__} actions, not continuous ones (Box)")
@@ -293,11 +289,6 @@ class VecEnv:
         self.finished = []  # episodes that ended since pop_finished
         self.episode_return = np.zeros(num_envs)
         self.episode_length = np.zeros(num_envs, int)
-        self.cut_at = np.full(num_envs, np.inf)  # length of a staggered first episode
-        if stagger and time_limit:
-            self.cut_at = stagger * (
-                1.0 + np.arange(num_envs) * (time_limit // stagger) // num_envs
-            )
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
         self.obs_dim = self.obs.shape[1]
 
@@ -348,14 +339,12 @@ class VecEnv:
         self.episode_return += reward
         self.episode_length += 1
         truncated = truncated | broken | (self.episode_length >= MAX_EPISODE_STEPS)
-        cut = (self.episode_length >= self.cut_at) & ~terminated & ~truncated
-        truncated = truncated | cut
 
         ended = terminated | truncated
         self.obs = final_obs.copy()
         if ended.any():
             success = info.get("success", info.get("is_success", np.full(self.num_envs, np.nan)))
-            for i in np.flatnonzero(ended & ~cut):  # a cut episode is no result
+            for i in np.flatnonzero(ended):
                 episode = {
                     "env": int(i),
                     "return": float(self.episode_return[i]),
@@ -365,7 +354,6 @@ class VecEnv:
                 }
                 self.finished.append(episode)
             self.obs[ended] = self.reset_where(ended)
-            self.cut_at[ended] = np.inf
         self.broken = torch.as_tensor(broken, device=self.device)
         arrays = (self.obs, reward, terminated, truncated, final_obs)
         return tuple(torch.as_tensor(array, device=self.device) for array in arrays)
@@ -910,7 +898,7 @@ def main(argv=None):
         restore(checkpoint, args, agent)
         final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
         return
-    envs = make_envs(args, args.num_envs, env_seed, stagger=args.num_steps)
+    envs = make_envs(args, args.num_envs, env_seed)
     actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
     actor_optimizer = torch.optim.Adam(actor_parameters, args.actor_learning_rate, fused=True)
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)

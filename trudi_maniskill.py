@@ -238,7 +238,7 @@ def choose_backend(env_id, backend, device):
 
 
 def default_gamma(env_id):
-    """1 - 10 / steps of an episode, as in REPPO's code: 0.99 would take values out of the range."""
+    """1 - 10 / steps of an episode: a value is at most a tenth of its steps."""
     steps = gym.spec(env_id).max_episode_steps or 100
     return 1 - 10 / max(steps, 20)
 
@@ -324,7 +324,7 @@ class VecEnv:
         options = dict(env_idx=index.to(self.env.unwrapped.device))
         obs, _ = self.env.reset(seed=self.seeds, options=options)
         self.seeds = None  # later resets go on with the simulation's own random streams
-        return self.to_tensor(obs).nan_to_num()
+        return self.to_tensor(obs).nan_to_num(posinf=0, neginf=0)
 
     def reset(self):
         """Start a new episode in all environments. -> (E, O)"""

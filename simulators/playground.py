@@ -16,7 +16,6 @@ Shapes: E environments, O observation, A action.
 """
 
 import functools
-import math
 import os
 import sys
 import time
@@ -39,6 +38,7 @@ from mujoco_playground._src import mjx_env
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 CONTROL_SUITE = set(registry.dm_control_suite.ALL_ENVS)
+CPU_GROUP = 8  # environments that a CPU starts anew at a time, see Simulator.restart
 TASKS = {  # id -> the suite that a script's default settings belong to
     env_id: "DMC" if env_id in CONTROL_SUITE else "other" for env_id in registry.ALL_ENVS
 }
@@ -105,13 +105,12 @@ class Carry(NamedTuple):
     episode_return: jax.Array  # (E,)
     episode_length: jax.Array  # (E,)
     success: jax.Array  # (E,) 1 after any success in this episode, nan if the task does not tell
-    cut_at: jax.Array  # (E,) length at which a staggered first episode is cut
 
 
 class Ends(NamedTuple):
     """Which episodes a step ended, and the statistics of all episodes before any restart."""
 
-    finished: jax.Array  # (E,) ended, and was not cut
+    ended: jax.Array  # (E,)
     broken: jax.Array  # (E,) ended because the step was not finite
     episode_return: jax.Array  # (E,)
     episode_length: jax.Array  # (E,)
@@ -132,15 +131,13 @@ class Step(NamedTuple):
 class Simulator:
     """A task for a fixed number of environments: `begin` and `advance` are compiled functions."""
 
-    def __init__(self, env_id, num_envs, stagger, jax_device, overrides):
-        self.env, config = load(env_id, jax_device.platform == "cpu", overrides)
+    def __init__(self, env_id, num_envs, jax_device, overrides):
+        on_cpu = jax_device.platform == "cpu"
+        self.env, config = load(env_id, on_cpu, overrides)
         self.num_envs = num_envs
         self.action_repeat = config.action_repeat
         self.time_limit = config.episode_length // config.action_repeat
-        # so many groups of environments reach their time limits at different steps
-        num_groups = max(self.time_limit // stagger, 1) if stagger else 1
-        self.group_size = math.ceil(num_envs / num_groups)
-        self.first_lengths = stagger * (1 + np.arange(num_envs) * num_groups // num_envs)
+        self.group_size = min(CPU_GROUP, num_envs) if on_cpu else num_envs  # see restart
         self.state_structure = None  # known once `begin` is compiled
         self.begin = jax.jit(self.start_episodes)
         # the new carry takes the old one's memory: on a CPU that is a tenth faster
@@ -162,7 +159,6 @@ class Simulator:
             episode_return=jnp.zeros(num_episodes),
             episode_length=jnp.zeros(num_episodes, jnp.int32),
             success=jnp.full(num_episodes, jnp.nan),
-            cut_at=jnp.full(num_episodes, self.time_limit, jnp.int32),  # that is, not at all
         )
         return jax.tree.map(without_weak_type, carry)
 
@@ -195,8 +191,7 @@ class Simulator:
         terminated = terminated & ~broken
         episode_return = carry.episode_return + reward
         episode_length = carry.episode_length + 1
-        finished = terminated | broken | (episode_length >= self.time_limit)
-        ended = finished | (episode_length >= carry.cut_at)
+        ended = terminated | broken | (episode_length >= self.time_limit)
 
         leaves = []
         for new, old in zip(jax.tree.leaves(state), carry.state, strict=True):
@@ -208,11 +203,10 @@ class Simulator:
             episode_return=episode_return,
             episode_length=episode_length,
             success=success,
-            cut_at=carry.cut_at,
         )
         new_carry = self.restart(new_carry, ended)
         ends = Ends(
-            finished=finished,
+            ended=ended,
             broken=broken,
             episode_return=episode_return,
             episode_length=episode_length,
@@ -231,9 +225,10 @@ class Simulator:
     def restart(self, carry, ended):
         """Start new episodes in the rows that ended, a group at a time until none is left.
 
-        A start can cost as much as hundreds of steps (CheetahRun's falls for two seconds), and on
-        a CPU it costs more the larger the group is. So a group has as many rows as reach their
-        time limit together.
+        A start can cost as much as hundreds of steps (CheetahRun's falls for two seconds). On a
+        CPU it costs more the larger the group is, so groups are small: one serves the few rows
+        that terminate together, many serve all rows at a time limit. A GPU starts all as fast as
+        one.
         """
 
         def is_left(todo):
@@ -263,9 +258,9 @@ def first_keys(seed, num_envs, jax_device):
 
 
 @functools.cache
-def build(env_id, num_envs, stagger, jax_device, overrides):
+def build(env_id, num_envs, jax_device, overrides):
     """Compile the simulator, once per process. overrides: items of a dict. -> Simulator"""
-    simulator = Simulator(env_id, num_envs, stagger, jax_device, dict(overrides))
+    simulator = Simulator(env_id, num_envs, jax_device, dict(overrides))
     sentence = f"compiling the simulator of {num_envs} envs, about a minute the first time ..."
     print(sentence, flush=True)
     started = time.perf_counter()
@@ -294,16 +289,15 @@ class VecEnv:
     Where an episode ended, final_obs is its last observation and obs the first of the next one;
     elsewhere they are equal. The policy sees the columns of obs up to actor_dim, the critic those
     from critic_start on. A non-finite step becomes a truncation at the last finite observation,
-    and broken tells where. With stagger, the first episodes are cut after different multiples of so
-    many steps: else all environments would stay in step. Overrides change the task's config.
+    and broken tells where. Overrides change the task's config.
     """
 
-    def __init__(self, args, num_envs, seed, stagger=0, **overrides):
+    def __init__(self, args, num_envs, seed, **overrides):
         self.num_envs = num_envs
         self.device = torch.device(args.device)
         jax_device = find_jax_device(self.device)
         overrides = tuple(sorted(overrides.items()))
-        simulator = build(args.env_id, num_envs, stagger, jax_device, overrides)
+        simulator = build(args.env_id, num_envs, jax_device, overrides)
         self.simulator = simulator
         self.begin = simulator.begin
         self.advance = simulator.advance
@@ -320,15 +314,12 @@ class VecEnv:
         self.pending = []  # ends of the steps that collect has not looked at
         self.broken = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
         self.carry = self.begin(first_keys(seed % 2**30, num_envs, jax_device))
-        if stagger:
-            cut_at = jax.device_put(simulator.first_lengths.astype(np.int32), jax_device)
-            self.carry = self.carry._replace(cut_at=cut_at)
 
     def reset(self):
         """Start a new episode in all environments. -> (E, O)"""
         self.collect()
         self.finished = []
-        self.carry = self.begin(self.carry.key)._replace(cut_at=self.carry.cut_at)
+        self.carry = self.begin(self.carry.key)
         return torch.from_dlpack(self.carry.obs).clone()  # the next step writes over the carry
 
     def step(self, action):
@@ -349,8 +340,15 @@ class VecEnv:
         ends_of_steps = jax.device_get(self.pending)
         self.pending = []
         for ends in ends_of_steps:
-            for i in np.flatnonzero(ends.finished):
-                self.finished.append(describe_episode(ends, i, broken=bool(ends.broken[i])))
+            for i in np.flatnonzero(ends.ended):
+                episode = {
+                    "env": int(i),
+                    "return": float(ends.episode_return[i]),
+                    "length": int(ends.episode_length[i]),
+                    "success": float(ends.success[i]),
+                    "broken": bool(ends.broken[i]),
+                }
+                self.finished.append(episode)
             self.num_nonfinite += int(ends.broken.sum())
 
     @property
@@ -365,22 +363,6 @@ class VecEnv:
         finished = self.finished
         self.finished = []
         return finished
-
-    def unfinished(self):
-        """The episodes under way, one per environment."""
-        statistics = jax.device_get(self.carry._replace(state=None, obs=None, key=None))
-        return [describe_episode(statistics, i, broken=False) for i in range(self.num_envs)]
-
-
-def describe_episode(statistics, i, broken):
-    """statistics: Ends or a Carry, read from the device"""
-    return {
-        "env": int(i),
-        "return": float(statistics.episode_return[i]),
-        "length": int(statistics.episode_length[i]),
-        "success": float(statistics.success[i]),
-        "broken": broken,
-    }
 
 
 class BareEnvs:
@@ -398,19 +380,15 @@ def bench(env_id, num_envs=128, steps=20, device="cpu"):
     """An episode's steps in turns: the bare compiled step, and this adapter with several ends."""
     torch.set_num_threads(1)  # as in a training
     args = SimpleNamespace(env_id=env_id, device=device)
-    staggered = VecEnv(args, num_envs, seed=1, stagger=32)
-    time_limit = staggered.simulator.time_limit
-    no_ends = VecEnv(args, num_envs, seed=1, stagger=32)
-    one_by_one = VecEnv(args, num_envs, seed=1, stagger=32)
-    never = np.full(num_envs, time_limit, np.int32)
-    spread = np.arange(num_envs, dtype=np.int32) * time_limit // num_envs + 1
-    jax_device = no_ends.carry.key.device
-    no_ends.carry = no_ends.carry._replace(cut_at=jax.device_put(never, jax_device))
-    one_by_one.carry = one_by_one.carry._replace(cut_at=jax.device_put(spread, jax_device))
+    no_ends = VecEnv(args, num_envs, seed=1)
+    one_by_one = VecEnv(args, num_envs, seed=1)
+    time_limit = no_ends.simulator.time_limit
+    ages = np.arange(num_envs, dtype=np.int32) * time_limit // num_envs
+    ages = jax.device_put(ages, one_by_one.carry.key.device)
+    one_by_one.carry = one_by_one.carry._replace(episode_length=ages)
     contestants = {
         "bare compiled step": BareEnvs(no_ends.simulator.env, no_ends.carry.key),
         "adapter, no ends": no_ends,
-        "staggered, as in training": staggered,
         "one by one, as by terminations": one_by_one,
     }
     actions = (torch.rand(steps, num_envs, no_ends.action_dim, device=device) * 2 - 1).unbind()

@@ -132,62 +132,6 @@ def test_reset_starts_again(backend, env_id, kwargs, limit):
     assert lengths(envs.pop_finished()) == [limit] * 3
 
 
-@pytest.mark.parametrize(
-    "backend, env_id, kwargs",
-    [
-        ("envpool", "HalfCheetah-v5", {"max_episode_steps": 8}),
-        ("gymnasium", "probe_envs:Limited-v0", {}),
-        pytest.param(
-            "playground",
-            "CartpoleBalance",
-            {"episode_length": 8},
-            marks=[pytest.mark.slow, needs_playground],
-        ),
-    ],
-)
-def test_first_episodes_can_be_staggered(backend, env_id, kwargs):
-    envs = make(backend, env_id, 4, stagger=2, **kwargs)
-    envs.reset()  # as in training
-    played = play(envs, noise(envs, 24))
-    truncated = played.truncated
-    ends = [(column.nonzero()[:, 0] + 1).tolist() for column in truncated.T]
-    assert ends == [[2, 10, 18], [4, 12, 20], [6, 14, 22], [8, 16, 24]]
-    assert not played.terminated.any() and not played.broken.any()
-    assert (played.final_obs[truncated] != played.obs[truncated]).any(-1).all()
-    assert lengths(envs.pop_finished()) == [8] * 9, "a cut episode is no result"
-
-
-def test_what_cannot_be_staggered():
-    """An environment without a time limit, and rollouts that are longer than episodes."""
-    endless = make("gymnasium", CLOCK, stagger=2)
-    longer = make("gymnasium", "probe_envs:Limited-v0", stagger=10)
-    for envs, limit in ((endless, 16), (longer, 8)):
-        played = play(envs, noise(envs, 32))
-        at_limit = (torch.arange(32) + 1) % limit == 0
-        assert (played.truncated == at_limit[:, None]).all()
-        assert len(envs.pop_finished()) == 3 * 32 // limit
-
-
-def test_an_early_end_of_a_first_episode_is_a_result():
-    """A failure before the cut; the next episode has full length."""
-    envs = make("gymnasium", "probe_envs:Limited-v0", 2, stagger=4)
-    actions = noise(envs, 14)
-    step = envs.env.step
-    calls = itertools.count()
-
-    def failing(action):
-        obs, reward, terminated, truncated, info = step(action)
-        if next(calls) == 1:
-            terminated = np.array([True, False])
-        return obs, reward, terminated, truncated, info
-
-    envs.env.step = failing
-    played = play(envs, actions)
-    assert played.terminated.nonzero().tolist() == [[1, 0]]
-    assert played.truncated.nonzero().tolist() == [[7, 1], [9, 0]]
-    assert lengths(envs.pop_finished()) == [2, 8, 8]
-
-
 def test_same_step_observations_are_the_right_ones():
     envs = make("gymnasium", CLOCK, length=4)
     played = play(envs, noise(envs, 9))

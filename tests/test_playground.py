@@ -129,10 +129,11 @@ def test_time_limit_final_observation_and_restart(stand_in):
     assert (envs.actor_dim, envs.critic_start) == (4, 0)
 
 
-@pytest.mark.parametrize("num_envs, stagger", [(1, 0), (7, 0), (37, 6), (8, 100)])
-def test_all_that_end_together_start_again(stand_in, num_envs, stagger):
+@pytest.mark.parametrize("num_envs", [1, 7, 8, 9, 37])
+def test_all_that_end_together_start_again(stand_in, num_envs):
     """Restarts come in groups: none may be left out, whatever the number of environments."""
-    envs = make(num_envs=num_envs, stagger=stagger)
+    envs = make(num_envs=num_envs)
+    assert envs.simulator.group_size == min(num_envs, 8)
     obs, _, _, truncated, final_obs, _ = play(envs, torch.zeros(8, num_envs, 2))
     assert truncated[5].all()
     assert truncated.sum() == num_envs
@@ -180,13 +181,11 @@ def test_statistics_of_episodes(stand_in):
     successes = (start[:, 1] > 0.5).float().tolist()
     assert column(episodes, "success") == successes, "success at any step counts"
     assert 0 < sum(successes) < 3
-    under_way = envs.unfinished()
-    assert column(under_way, "env") == [0, 1, 2]
-    assert column(under_way, "length") == [3] * 3
+    assert column(episodes, "broken") == [False] * 3
+    assert envs.carry.episode_length.tolist() == [3] * 3, "the next ones are under way"
     returns = reward[6:].sum(0).tolist()
-    assert column(under_way, "return") == pytest.approx(returns, rel=1e-6)
-    assert column(under_way, "broken") == [False] * 3
-    for episode in episodes + under_way:
+    assert envs.carry.episode_return.tolist() == pytest.approx(returns, rel=1e-6)
+    for episode in episodes:
         kinds = {name: type(value) for name, value in episode.items()}
         expected = {"env": int, "return": float, "length": int, "success": float, "broken": bool}
         assert kinds == expected
@@ -198,8 +197,8 @@ def test_reset_forgets_the_episodes_under_way(stand_in):
     play(envs, torch.zeros(8, 3, 2))
     first = envs.reset()
     assert envs.pop_finished() == []
-    assert column(envs.unfinished(), "length") == [0] * 3
-    assert column(envs.unfinished(), "return") == [0] * 3
+    assert envs.carry.episode_length.tolist() == [0] * 3
+    assert envs.carry.episode_return.tolist() == [0] * 3
     obs, *_ = play(envs, torch.zeros(6, 3, 2))
     assert (obs[0, :, 1] == first[:, 1]).all()
     assert column(envs.pop_finished(), "length") == [6] * 3
@@ -212,8 +211,8 @@ def test_a_task_that_does_not_tell_success(stand_in, monkeypatch):
     monkeypatch.setattr(Clock, "reset", forget(Clock.reset))
     monkeypatch.setattr(Clock, "step", forget(Clock.step))
     envs = make()
-    play(envs, torch.zeros(8, 3, 2))
-    episodes = envs.pop_finished() + envs.unfinished()
+    play(envs, torch.zeros(12, 3, 2))
+    episodes = envs.pop_finished()
     assert len(episodes) == 6
     assert all(math.isnan(success) for success in column(episodes, "success"))
 
@@ -290,45 +289,17 @@ def test_actions_are_clipped_not_rescaled(stand_in):
     assert arrived.tolist() == expected, "Playground's actions are in [-1, 1] already"
 
 
-def test_staggered_first_episodes(stand_in):
-    envs = make(num_envs=4, stagger=2, episode_length=8)
-    expected = [[2, 10, 18], [4, 12, 20], [6, 14, 22], [8, 16, 24]]
-    _, _, terminated, truncated, _, _ = play(envs, torch.zeros(24, 4, 2))
-    ends = [(row.nonzero()[:, 0] + 1).tolist() for row in truncated.T]
-    assert ends == expected
-    assert not terminated.any()
-    lengths = column(envs.pop_finished(), "length")
-    assert lengths == [8] * 9, "a cut episode is no result"
-    fresh = make(num_envs=4, stagger=2, episode_length=8)
-    fresh.reset()  # as a script does before its first rollout
-    _, _, _, truncated, _, _ = play(fresh, torch.zeros(24, 4, 2))
-    assert [(row.nonzero()[:, 0] + 1).tolist() for row in truncated.T] == expected
-    long_rollouts = make(num_envs=4, stagger=20, episode_length=8)
-    _, _, _, truncated, _, _ = play(long_rollouts, torch.zeros(17, 4, 2))
-    assert truncated.nonzero()[:, 0].tolist() == [7] * 4 + [15] * 4
-
-
-def test_more_ends_than_a_group(stand_in):
+def test_more_ends_than_a_group(stand_in, monkeypatch):
     """One row starts again at a time here, and all end at once."""
-    envs = make(num_envs=6, stagger=1)
+    monkeypatch.setattr(playground, "CPU_GROUP", 1)
+    envs = make(num_envs=6)
     assert envs.simulator.group_size == 1
-    play(envs, torch.zeros(6, 6, 2))  # all first episodes are cut
     actions = torch.zeros(3, 6, 2)
     actions[1, :, 0] = 0.95
     obs, _, terminated, _, _, _ = play(envs, actions)
     assert terminated[1].all()
     assert obs[1:, :, 0].tolist() == [[0] * 6, [1] * 6]
     assert len(obs[1, :, 1].unique()) == 6
-
-
-def test_an_end_at_the_cut_is_a_result(stand_in):
-    envs = make(num_envs=4, stagger=2, episode_length=8)
-    actions = torch.zeros(2, 4, 2)
-    actions[1, 0, 0] = 0.95  # terminates where it would be cut
-    _, _, terminated, truncated, _, _ = play(envs, actions)
-    assert terminated.nonzero().tolist() == [[1, 0]]
-    assert not truncated.any()
-    assert column(envs.pop_finished(), "length") == [2]
 
 
 def test_action_repeat_adds_rewards(stand_in):
@@ -380,10 +351,8 @@ def test_what_was_asked_for_outlives_the_carry(stand_in):
     envs = make()
     first = envs.reset()
     stepped = envs.step(torch.zeros(3, 2))[0]
-    under_way = envs.unfinished()
     first_copy = first.clone()
     stepped_copy = stepped.clone()
-    under_way_copy = [dict(episode) for episode in under_way]
     carry = envs.carry
     pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(carry)}
     play(envs, torch.full((1, 3, 2), 0.5))
@@ -393,8 +362,6 @@ def test_what_was_asked_for_outlives_the_carry(stand_in):
     play(envs, torch.full((8, 3, 2), 0.5))
     assert first.equal(first_copy)
     assert stepped.equal(stepped_copy)
-    assert under_way == under_way_copy
-    assert column(envs.unfinished(), "return") != column(under_way, "return"), "time has passed"
 
 
 def test_no_copies_on_the_way(stand_in):
@@ -587,7 +554,7 @@ def test_cartpole_trains(script, tmp_path, capsys, monkeypatch):
 
 def test_compiling_is_announced_once(stand_in, capsys):
     for _ in range(2):
-        envs = make(num_envs=4, stagger=2)
+        envs = make(num_envs=4)
         play(envs, torch.zeros(9, 4, 2))
         envs.reset()
         play(envs, torch.zeros(2, 4, 2))
@@ -620,7 +587,7 @@ def test_warps_state_fits_by_its_shapes(monkeypatch):
     monkeypatch.setattr(playground, "load", load)
     monkeypatch.setattr(jax, "jit", trace_only)
     monkeypatch.setattr(jax, "block_until_ready", lambda x: x)
-    playground.build("CartpoleBalance", 32, 128, jax.devices("cpu")[0], ())
+    playground.build("CartpoleBalance", 32, jax.devices("cpu")[0], ())
     playground.build.cache_clear()
     before = shapes["start_episodes"]
     after, step = shapes["step_all"]
@@ -636,5 +603,5 @@ def test_warps_state_fits_by_its_shapes(monkeypatch):
 def test_bench_runs(stand_in, capsys):
     playground.bench("Clock", num_envs=4, steps=2)
     printed = capsys.readouterr().out
-    assert "staggered, as in training" in printed
-    assert printed.count("steps/s") == 4
+    assert "one by one, as by terminations" in printed
+    assert printed.count("steps/s") == 3
