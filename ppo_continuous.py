@@ -160,6 +160,9 @@ def check_args(args):
     for name, value in asdict(args).items():
         if type(value) in (int, float) and value <= 0 and name not in MAY_BE_ZERO:
             stop(f"{name} must be positive")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            stop(f"{name} must be between 0 and 1")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches != 0:
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
@@ -227,7 +230,8 @@ class VecEnv:
         self.num_envs = num_envs
         self.device = torch.device(args.device)
         self.seed = seed % 2**30  # of the first reset
-        sys.path.insert(0, os.getcwd())  # for the user's own module:Id
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # for the user's own module:Id
         if self.backend == "envpool":
             import envpool
 
@@ -587,7 +591,7 @@ def compute_targets(agent, data, args, generator):
         "target": target.flatten(),
         "advantage": normalize_advantage(target - value, data["broken"]).flatten(),
     }
-    # a broken step is never trained on: some whole step stands in for it
+    # a broken step is never trained on: a whole one stands in for it
     broken = data["broken"].flatten()
     rows = torch.arange(T * E, device=broken.device)
     rows = torch.where(broken, (~broken).int().argmax(), rows)
@@ -764,7 +768,7 @@ def log_row(run_dir, row, text, display):
 
 
 def to_floats(metrics, agent):
-    """The only transfer from the device. A run that has diverged ends here."""
+    """All metrics in one transfer; a diverged run ends here."""
     finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).all()
     *values, finite = torch.stack([*metrics.values(), finite]).tolist()
     if not finite:
@@ -856,7 +860,7 @@ def main(argv=None):
         text += f"  learning rate {row['policy/learning_rate']:.1e}"
         log_row(run_dir, row, text, display)
 
-        if row["eval/return"] > progress["best_return"]:
+        if evaluated and row["eval/return"] > progress["best_return"]:
             progress["best_return"] = row["eval/return"]
             save_checkpoint(run_dir / "best.pt", *state)
         stopping = display and display.stop_signal  # Ctrl-C or SIGTERM

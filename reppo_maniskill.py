@@ -119,7 +119,7 @@ class Args:
     eval_best_of: int = 10  # samples that best-of-k chooses from (K)
 
 
-# A CPU takes a fiftieth of the steps, so it needs small networks and large learning rates.
+# A CPU has time for a fiftieth of the steps: small networks and large learning rates.
 CPU_DEFAULTS = dict(
     total_timesteps=1_000_000,
     num_envs=64,
@@ -189,8 +189,9 @@ def check_args(args):
             stop(f"{name} must be positive")
     if args.vmin >= args.vmax or args.num_bins < 2:
         stop("vmin must be below vmax, and num_bins at least 2")
-    if args.anneal > 1:
-        stop("anneal must be at most 1")
+    for name in ("anneal", "gamma", "td_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            stop(f"{name} must be between 0 and 1")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches != 0:
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
@@ -425,7 +426,7 @@ class Critic(nn.Module):
         self.head = nn.Sequential(nn.SiLU(), mlp(hidden, hidden, args.num_bins))
         self.predictor = nn.Sequential(nn.SiLU(), mlp(hidden, hidden, hidden))
 
-        # start at Q = 0 rather than at the middle of the range
+        # start at Q = 0, not at the middle of the range: 40 makes the softmax sharp
         last_layer = self.head[-1][-1]
         last_layer.weight.data *= 0.01
         last_layer.bias.data = 40 * hl_gauss(torch.zeros(1), self.edges, self.sigma)[0]
@@ -442,7 +443,7 @@ def hl_gauss(target, edges, sigma):
     lowest = (edges[0] + edges[1]) / 2
     highest = (edges[-2] + edges[-1]) / 2
     target = target.clamp(lowest, highest)[:, None]
-    cdf = torch.erf((edges - target) / (sigma * math.sqrt(2)))  # (B, bins + 1)
+    cdf = torch.erf((edges - target) / (sigma * math.sqrt(2)))  # up to constants; (B, bins + 1)
     mass = cdf[:, 1:] - cdf[:, :-1]
     return mass / (cdf[:, -1:] - cdf[:, :1])
 
@@ -692,7 +693,7 @@ def compute_targets(agent, data, args, generator):
         "target": target.flatten(),
         "next_features": torch.cat(next_features),
     }
-    # a broken step is never trained on: some whole step stands in for it
+    # a broken step is never trained on: a whole one stands in for it
     broken = data["broken"].flatten()
     rows = torch.arange(T * E, device=broken.device)
     rows = torch.where(broken, (~broken).int().argmax(), rows)
@@ -879,7 +880,7 @@ def log_row(run_dir, row, text, display):
 
 
 def to_floats(metrics, agent):
-    """The only transfer from the device. A run that has diverged ends here."""
+    """All metrics in one transfer; a diverged run ends here."""
     finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).all()
     *values, finite = torch.stack([*metrics.values(), finite]).tolist()
     if not finite:
@@ -977,7 +978,7 @@ def main(argv=None):
         text += f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
         log_row(run_dir, row, text, display)
 
-        if row["eval/return"] > progress["best_return"]:
+        if evaluated and row["eval/return"] > progress["best_return"]:
             progress["best_return"] = row["eval/return"]
             save_checkpoint(run_dir / "best.pt", *state)
         stopping = display and display.stop_signal  # Ctrl-C or SIGTERM

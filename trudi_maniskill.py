@@ -23,7 +23,7 @@ simulators/maniskill_cpu.py simulates 64 on a CPU, with smaller networks and 1M 
 In training, success ends an episode. The return of training episodes therefore falls while the
 policy learns to succeed sooner: judge a run by eval/success_once and eval/return.
 
-docs/trudi.md derives the equations and lists the departures from the paper.
+docs/trudi.md explains the equations and lists the departures from the paper.
 Shapes: T rollout steps, E environments, B minibatch, O observation, A action,
 N denoising steps, K chains per state for the KL, H hidden units.
 """
@@ -108,9 +108,9 @@ class Args:
     diffusion_steps: int = 8  # denoising steps per action (N)
     eta: float = 2.5  # standard deviation of the prior that denoising starts from
     alpha_init: float = 1.0  # initial entropy temperature; values include its bonus
-    entropy_target: float = 4.0  # alpha drives the running cost to this per action dimension
+    entropy_target: float = -1.665  # of the entropy bound, per action dimension
     trust_region: Literal["split", "none"] = "split"  # Eq. (19), or none for on-policy DIME
-    kl_bound: float = 0.1  # largest trajectory KL to the rollout policy (epsilon)
+    kl_bound: float = 0.1  # largest KL of old to new chains (epsilon)
     kl_samples: int = 1  # chains of the old policy per state for the KL (K)
     lambda_init: float = 0.01  # initial multiplier of the KL
 
@@ -122,7 +122,7 @@ class Args:
     eval_best_of: int = 10  # samples that best-of-k chooses from (K)
 
 
-# A CPU takes a fiftieth of the steps, so it needs small networks and large learning rates.
+# A CPU has time for a fiftieth of the steps: small networks and large learning rates.
 CPU_DEFAULTS = dict(
     total_timesteps=1_000_000,
     num_envs=64,
@@ -193,8 +193,9 @@ def check_args(args):
             stop(f"{name} must be positive")
     if args.vmin >= args.vmax or args.num_bins < 2:
         stop("vmin must be below vmax, and num_bins at least 2")
-    if args.anneal > 1:
-        stop("anneal must be at most 1")
+    for name in ("anneal", "gamma", "td_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            stop(f"{name} must be between 0 and 1")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches != 0:
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
@@ -429,7 +430,7 @@ class Critic(nn.Module):
         self.head = nn.Sequential(nn.SiLU(), mlp(hidden, hidden, args.num_bins))
         self.predictor = nn.Sequential(nn.SiLU(), mlp(hidden, hidden, hidden))
 
-        # start at Q = 0 rather than at the middle of the range
+        # start at Q = 0, not at the middle of the range: 40 makes the softmax sharp
         last_layer = self.head[-1][-1]
         last_layer.weight.data *= 0.01
         last_layer.bias.data = 40 * hl_gauss(torch.zeros(1), self.edges, self.sigma)[0]
@@ -446,7 +447,7 @@ def hl_gauss(target, edges, sigma):
     lowest = (edges[0] + edges[1]) / 2
     highest = (edges[-2] + edges[-1]) / 2
     target = target.clamp(lowest, highest)[:, None]
-    cdf = torch.erf((edges - target) / (sigma * math.sqrt(2)))  # (B, bins + 1)
+    cdf = torch.erf((edges - target) / (sigma * math.sqrt(2)))  # up to constants; (B, bins + 1)
     mass = cdf[:, 1:] - cdf[:, :-1]
     return mass / (cdf[:, -1:] - cdf[:, :1])
 
@@ -473,7 +474,7 @@ class DiffusionPolicy(nn.Module):
         self.action_dim = action_dim
         self.num_steps = args.diffusion_steps
         self.eta = args.eta
-        self.schedule = cosine_schedule(self.num_steps)
+        self.schedule = cosine_schedule(self.num_steps)  # as floats; step_sizes is the tensor
         self.normalizer = Normalizer(obs_dim)
         frequencies = torch.exp(torch.arange(16) * -math.log(10_000) / 16)
         angles = torch.arange(self.num_steps)[:, None] * frequencies
@@ -495,7 +496,7 @@ class DiffusionPolicy(nn.Module):
             nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2)
         )
         self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, action_dim))
-        nn.init.zeros_(self.out[1].weight)  # u = 0: the chain starts as its prior
+        nn.init.zeros_(self.out[1].weight)  # u = 0: the untrained policy is the prior
         nn.init.zeros_(self.out[1].bias)
 
     def noise(self, batch_size, generator):
@@ -508,6 +509,7 @@ class DiffusionPolicy(nn.Module):
         return time_part[:, None] + self.obs_layer(obs[:, : self.actor_dim])
 
     def control(self, embedded, x):
+        """-> u, shaped like x: (B, A) in a chain, (B, K, N, A) in the KL"""
         z = F.gelu(embedded + self.x_layer(x))
         for block in self.blocks:
             z = z + F.gelu(block(z))
@@ -531,14 +533,16 @@ class Agent(nn.Module):
 # === 4. The denoising chain ===
 class Chain(NamedTuple):
     action: torch.Tensor  # (B, A), in [-1, 1]
-    running_cost: torch.Tensor  # (B,), what alpha is driven by
     entropy_bound: torch.Tensor  # (B,), Eq. (12)
     latents: torch.Tensor  # (B, N, A): x_0 to x_{N-1}
     controls: torch.Tensor  # (B, N, A): u at each of them
 
 
 def cosine_schedule(N):
-    """Step sizes e_k from prior (k = 0) to action; e_k / eta^2 is the paper's beta * delta."""
+    """Step sizes e_k, falling as a squared cosine from 1/N at the prior to 0.001/N and a bit.
+
+    e_k / eta^2 is the paper's beta * delta; the offset 0.008 is that of the usual schedule.
+    """
     step_sizes = []
     for k in range(N):
         remaining = (N - k) / N
@@ -553,7 +557,7 @@ def sample_chain(policy, obs, noise):
     noise (N + 1, B, A): the first row makes x_0, the others push the N steps.
     """
     eta2 = policy.eta**2
-    embedded = policy.embed(obs).unbind()  # unbind: its gradient is one stack
+    embedded = policy.embed(obs).unbind()  # N x (B, H), by one backward step
     x = policy.eta * noise[0]  # the prior Normal(0, eta^2)
     latents = []
     controls = []
@@ -565,18 +569,17 @@ def sample_chain(policy, obs, noise):
     latents = torch.stack(latents)  # (N, B, A)
     controls = torch.stack(controls)  # (N, B, A)
 
-    # log(noising(x_k | y) / denoising(y | x_k)), in its mean over y = x_{k+1}: the expectation is
-    # that of the sampled y, and the gradient has less noise
-    e = policy.step_sizes[:, None, None]
-    mean = latents + e * (controls - latents / eta2)
-    log_ratio = -e / 4 * (controls - (latents + mean) / eta2) ** 2 + e / eta2 * (1 - e / eta2 / 2)
+    # log(noising(x_k | y) / denoising(y | x_k)), averaged over y ~ Normal(mean, 2 e): the same
+    # expectation as at the sampled y = x_{k+1}, with less noise in the gradient
+    e = policy.step_sizes[:, None, None]  # (N, 1, 1)
+    mean = latents + e * (controls - latents / eta2)  # (N, B, A)
+    mismatch = controls - (latents + mean) / eta2
+    log_ratio = e / eta2 - (e / eta2) ** 2 / 2 - e / 4 * mismatch**2
     log_jacobian = 2 * (math.log(2) - x - F.softplus(-2 * x))  # log(1 - tanh(x)^2)
-    running_cost = -(log_ratio.sum(dim=(0, 2)) + log_jacobian.sum(dim=-1))  # (B,)
     prior_entropy = policy.action_dim * 0.5 * math.log(2 * math.pi * math.e * eta2)
     return Chain(
         action=x.tanh(),
-        running_cost=running_cost,
-        entropy_bound=prior_entropy - running_cost,
+        entropy_bound=prior_entropy + log_ratio.sum(dim=(0, 2)) + log_jacobian.sum(dim=-1),
         latents=latents.transpose(0, 1),
         controls=controls.transpose(0, 1),
     )
@@ -606,24 +609,32 @@ def act(agent, obs, sampler, args, generator):
         x = policy.eta * policy.noise(len(obs), generator)[0]
         for k, e in enumerate(policy.schedule):
             u = policy.control(embedded[k], x)
-            x = x + e * (c * u + (1 - 2 * c) * x / policy.eta**2)
+            score = u / 2 - x / policy.eta**2
+            x = x + e * (x / policy.eta**2 + 2 * c * score)  # at c = 1 the SDE without noise
         return x.tanh()
     if sampler == "sde":
         return sample_chain(policy, obs, policy.noise(len(obs), generator)).action
-    K = args.eval_best_of
-    repeated = obs.repeat_interleave(K, dim=0)  # (E * K, O)
+    num = args.eval_best_of
+    repeated = obs.repeat_interleave(num, dim=0)  # (E * num, O)
     action = sample_chain(policy, repeated, policy.noise(len(repeated), generator)).action
     q = agent.critic.value(agent.critic.features(repeated, action))
-    best = q.view(-1, K).argmax(dim=1)  # (E,)
+    best = q.view(-1, num).argmax(dim=1)  # (E,)
     rows = torch.arange(len(obs), device=obs.device)
-    return action.view(len(obs), K, -1)[rows, best]
+    return action.view(len(obs), num, -1)[rows, best]
 
 
 # === 5. The losses of policy and duals ===
+def inside_trust_region(kl, args):
+    """(B,) -> where the policy may improve; without a trust region, as in DIME, everywhere"""
+    if args.trust_region == "none":
+        return torch.ones_like(kl, dtype=torch.bool)
+    return kl <= args.kl_bound
+
+
 def actor_loss(agent, batch, noise, args):
     """The split objective, Eq. (19): inside the trust region improve, outside of it go back.
 
-    -> loss, metrics; running cost and entropy bound are means over the states inside
+    -> loss, metrics; the entropy bound is its mean over the states inside
     """
     kl = trajectory_kl(agent.policy, batch["obs"], batch["latents"], batch["controls"])
     chain = sample_chain(agent.policy, batch["obs"], noise)
@@ -638,7 +649,6 @@ def actor_loss(agent, batch, noise, args):
     return loss, {
         "policy/kl": kl.detach().mean(),
         "policy/inside": inside.float().mean(),
-        "policy/running_cost": (inside * chain.running_cost).detach().sum() / num_inside,
         "policy/entropy_bound": (inside * chain.entropy_bound).detach().sum() / num_inside,
     }
 
@@ -654,37 +664,27 @@ def sparse_actor_loss(agent, batch, noise, args):
     with torch.no_grad():
         kl = trajectory_kl(agent.policy, obs, latents, controls)
     inside = inside_trust_region(kl, args)
-    improving = inside.nonzero()[:, 0]
-    returning = (~inside).nonzero()[:, 0]
-    chain = sample_chain(agent.policy, obs[improving], noise[:, improving])
-    q = agent.critic.value(agent.critic.features(obs[improving], chain.action))
+    outside = ~inside
+    chain = sample_chain(agent.policy, obs[inside], noise[:, inside])
+    q = agent.critic.value(agent.critic.features(obs[inside], chain.action))
     improve = -q - agent.log_alpha.exp().detach() * chain.entropy_bound
-    kl_outside = trajectory_kl(
-        agent.policy, obs[returning], latents[returning], controls[returning]
-    )
+    kl_outside = trajectory_kl(agent.policy, obs[outside], latents[outside], controls[outside])
     pull_back = agent.log_lambda.exp().detach() * kl_outside
     loss = (improve.sum() + pull_back.sum()) / len(kl)
-    num_inside = max(len(improving), 1)
+    num_inside = max(len(q), 1)
     return loss, {
         "policy/kl": kl.mean(),
         "policy/inside": inside.float().mean(),
-        "policy/running_cost": chain.running_cost.detach().sum() / num_inside,
         "policy/entropy_bound": chain.entropy_bound.detach().sum() / num_inside,
     }
 
 
-def inside_trust_region(kl, args):
-    """(B,) -> where the policy may improve; without a trust region, as in DIME, everywhere"""
-    if args.trust_region == "none":
-        return torch.ones_like(kl, dtype=torch.bool)
-    return kl <= args.kl_bound
-
-
 def dual_loss(agent, metrics, args):
-    """Eq. (21): alpha grows while there is too little entropy, the running cost above its target.
+    """Eq. (21): alpha grows while the entropy bound of the states inside is below its target.
     Eq. (22): lambda grows while the KL is above its bound. metrics: of the policy's loss"""
-    cost_target = args.entropy_target * agent.policy.action_dim
-    spare_entropy = metrics["policy/inside"] * (cost_target - metrics["policy/running_cost"])
+    target = args.entropy_target * agent.policy.action_dim
+    # a mean over all states, to which a state outside adds zero
+    spare_entropy = metrics["policy/inside"] * (metrics["policy/entropy_bound"] - target)
     loss = agent.log_alpha.exp() * spare_entropy
     if args.trust_region == "split":
         excess_kl = metrics["policy/kl"] - args.kl_bound
@@ -794,7 +794,7 @@ def compute_targets(agent, data, args, generator):
         "target": target.flatten(),
         "next_features": torch.cat(next_features),
     }
-    # a broken step is never trained on: some whole step stands in for it
+    # a broken step is never trained on: a whole one stands in for it
     broken = data["broken"].flatten()
     rows = torch.arange(T * E, device=broken.device)
     rows = torch.where(broken, (~broken).int().argmax(), rows)
@@ -803,7 +803,7 @@ def compute_targets(agent, data, args, generator):
 
 def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> mean metrics"""
-    sparse = generator.device.type == "cpu" and not args.compile
+    sparse = generator.device.type == "cpu" and not args.compile  # which wants fixed shapes
     policy_loss = sparse_actor_loss if sparse else actor_loss
     batch_size = len(data["target"])
     critic_history = []
@@ -983,7 +983,7 @@ def log_row(run_dir, row, text, display):
 
 
 def to_floats(metrics, agent):
-    """The only transfer from the device. A run that has diverged ends here."""
+    """All metrics in one transfer; a diverged run ends here."""
     finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).all()
     *values, finite = torch.stack([*metrics.values(), finite]).tolist()
     if not finite:
@@ -1081,7 +1081,7 @@ def main(argv=None):
         text += f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
         log_row(run_dir, row, text, display)
 
-        if row["eval/return"] > progress["best_return"]:
+        if evaluated and row["eval/return"] > progress["best_return"]:
             progress["best_return"] = row["eval/return"]
             save_checkpoint(run_dir / "best.pt", *state)
         stopping = display and display.stop_signal  # Ctrl-C or SIGTERM

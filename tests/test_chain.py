@@ -178,13 +178,12 @@ def log_ratio(policy, path, y):
 
 
 def sampled_estimate(policy, chain, noise):
-    """Eq. (12) at the sampled path, by torch.distributions -> running cost, entropy bound"""
+    """Eq. (12) at the sampled path, by torch.distributions -> entropy bound"""
     path = path_of(policy, chain, noise)
     last = path.y[-1]
     log_jacobian = -2 * torch.logaddexp(last, -last) + 2 * math.log(2)
-    running_cost = -log_ratio(policy, path, path.y).sum(dim=(0, 2)) - log_jacobian.sum(dim=-1)
     log_prior = Normal(0.0, policy.eta).log_prob(path.x[0]).sum(dim=-1)
-    return running_cost, -running_cost - log_prior
+    return log_ratio(policy, path, path.y).sum(dim=(0, 2)) + log_jacobian.sum(dim=-1) - log_prior
 
 
 @pytest.mark.parametrize("action_dim", [1, 6])
@@ -192,8 +191,7 @@ def test_untrained_policy(action_dim):
     policy = untrained()
     prior_entropy = 0.5 * math.log(2 * math.pi * math.e * 2.5**2)
     bound = policy.entropy() - policy.gap()
-    running_cost = prior_entropy - bound
-    assert running_cost == pytest.approx(2.857, abs=5e-4)  # to three decimals
+    assert prior_entropy - bound == pytest.approx(2.857, abs=5e-4)  # to three decimals
     assert prior_entropy == pytest.approx(2.335, abs=5e-4)
     assert bound == pytest.approx(-0.521, abs=5e-4)
 
@@ -204,10 +202,7 @@ def test_untrained_policy(action_dim):
     with torch.no_grad():
         chain = sample_chain(policy, torch.randn(batch_size, 4), chain_noise(policy, batch_size))
     assert (chain.controls == 0).all()
-    assert_mean(chain.running_cost / action_dim, running_cost)
     assert_mean(chain.entropy_bound / action_dim, bound)
-    total = (chain.entropy_bound + chain.running_cost) / action_dim
-    assert_close(total, torch.full((batch_size,), prior_entropy), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -257,9 +252,9 @@ def test_log_ratio_against_distributions(eta):
     for node, weight in zip(nodes, weights / weights.sum(), strict=True):
         mean_log_ratio += weight * log_ratio(policy, path, step.mean + step.stddev * node)
     log_jacobian = TanhTransform().log_abs_det_jacobian(path.y[-1], chain.action).sum(dim=-1)
-    assert_close(chain.running_cost, -mean_log_ratio.sum(dim=(0, 2)) - log_jacobian)
     prior_entropy = 3 * Normal(0.0, eta).entropy()
-    assert_close(chain.entropy_bound, prior_entropy - chain.running_cost)
+    expected = prior_entropy + mean_log_ratio.sum(dim=(0, 2)) + log_jacobian
+    assert_close(chain.entropy_bound, expected)
 
 
 @pytest.mark.parametrize("name", LINEAR_POLICIES)
@@ -276,7 +271,7 @@ def test_agrees_with_the_sampled_bound(name):
     policy.coefficients = coefficients.requires_grad_()  # (N, 2, B, 1)
     noise = chain_noise(policy, batch_size)
     chain = sample_chain(policy, torch.zeros(batch_size, 1), noise)
-    sampled_cost, sampled_bound = sampled_estimate(policy, chain, noise)
+    sampled_bound = sampled_estimate(policy, chain, noise)
 
     def gradient_of(bound):
         gradient = torch.autograd.grad(bound.sum(), policy.coefficients, retain_graph=True)[0]
@@ -284,7 +279,6 @@ def test_agrees_with_the_sampled_bound(name):
 
     gradient = gradient_of(chain.entropy_bound)
     sampled_gradient = gradient_of(sampled_bound)
-    assert_mean((chain.running_cost - sampled_cost).detach())
     assert_mean((chain.entropy_bound - sampled_bound).detach())
     assert_mean((gradient - sampled_gradient).sum(dim=0))
     assert gradient.var(dim=-1).sum() < sampled_gradient.var(dim=-1).sum()
@@ -297,7 +291,7 @@ def test_agrees_with_the_sampled_bound_for_a_network():
     obs = torch.randn(1, OBS_DIM).repeat(5000, 1).requires_grad_()
     noise = chain_noise(policy, 5000)
     chain = sample_chain(policy, obs, noise)
-    _, sampled_bound = sampled_estimate(policy, chain, noise)
+    sampled_bound = sampled_estimate(policy, chain, noise)
     assert_mean((chain.entropy_bound - sampled_bound).detach())
     gradient = torch.autograd.grad(chain.entropy_bound.sum(), obs, retain_graph=True)[0]
     sampled_gradient = torch.autograd.grad(sampled_bound.sum(), obs)[0]

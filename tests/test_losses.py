@@ -122,7 +122,7 @@ def test_soft_targets_against_brute_force(monkeypatch, normalize):
     data = make_rollout(args, agent)
 
     def known_chain(policy, obs, noise):
-        return Chain(obs[:, 1:3].tanh(), None, obs.sum(dim=-1), None, None)
+        return Chain(obs[:, 1:3].tanh(), obs.sum(dim=-1), None, None)
 
     monkeypatch.setattr(trudi, "sample_chain", known_chain)
     flat = compute_targets(agent, data, args, seeded())
@@ -357,7 +357,6 @@ def loss_by_hand(case, noise):
     args = case.args
     agent = case.agent
     total = torch.zeros(())
-    running_costs = []
     entropy_bounds = []
     for i in range(BATCH):
         state = {name: values[[i]] for name, values in case.batch.items()}
@@ -366,15 +365,13 @@ def loss_by_hand(case, noise):
             chain = sample_chain(agent.policy, state["obs"], noise[:, [i]])
             q = agent.critic.value(agent.critic.features(state["obs"], chain.action))[0]
             total = total - q - args.alpha_init * chain.entropy_bound[0]
-            running_costs.append(chain.running_cost.item())
             entropy_bounds.append(chain.entropy_bound.item())
         else:
             total = total + args.lambda_init * kl
-    num_inside = len(running_costs)
+    num_inside = len(entropy_bounds)
     metrics = {
         "policy/kl": case.kl.mean(),
         "policy/inside": torch.tensor(num_inside / BATCH, dtype=torch.float32),
-        "policy/running_cost": torch.tensor(sum(running_costs) / max(num_inside, 1)),
         "policy/entropy_bound": torch.tensor(sum(entropy_bounds) / max(num_inside, 1)),
     }
     return total / BATCH, metrics
@@ -452,16 +449,16 @@ def test_duals_move_the_right_way(sign, optimizer, inside):
     agent = make_agent(args)
     duals = [agent.log_alpha, agent.log_lambda]
     before = torch.stack(duals).detach().exp()
-    cost_target = args.entropy_target * ACTION_DIM
+    target = args.entropy_target * ACTION_DIM
     metrics = {
         "policy/inside": torch.tensor(inside),
-        "policy/running_cost": cost_target + sign * torch.rand(()),
+        "policy/entropy_bound": target - sign * torch.rand(()),
         "policy/kl": args.kl_bound * (1 + sign * torch.rand(())),
     }
-    excess_cost = inside * (metrics["policy/running_cost"] - 8.0)
+    missing_entropy = inside * (2 * -1.665 - metrics["policy/entropy_bound"])
     excess_kl = metrics["policy/kl"] - 0.1
     gradient = torch.autograd.grad(dual_loss(agent, metrics, args), duals)
-    assert_close(torch.stack(gradient), -before * torch.stack([excess_cost, excess_kl]))
+    assert_close(torch.stack(gradient), -before * torch.stack([missing_entropy, excess_kl]))
     stepper = optimizer(duals, 1e-3)
     dual_loss(agent, metrics, args).backward()
     stepper.step()
@@ -489,7 +486,7 @@ def test_duals_and_actor_leave_each_other_alone(mode, policy_loss):
 
 
 def test_alpha_stays_where_no_state_is_inside():
-    """The running cost is only known for states inside."""
+    """The entropy bound is only known for states inside."""
     case = changed_policy(inside="none")
     _, metrics = actor_loss(case.agent, case.batch, case.noise(), case.args)
     assert metrics["policy/inside"] == 0
