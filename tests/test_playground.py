@@ -25,6 +25,7 @@ import reppo_continuous  # noqa: E402
 import simulators  # noqa: E402
 import trudi_continuous  # noqa: E402
 
+pytestmark = pytest.mark.slow  # JAX compiles for most of them
 ROOT = Path(__file__).parents[1]
 SCRIPTS = (trudi_continuous, reppo_continuous, ppo_continuous)
 TINY = "--num-envs 4 --num-steps 8 --num-minibatches 4 --update-epochs 1 --hidden-size 16"

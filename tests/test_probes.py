@@ -4,6 +4,7 @@ import pytest
 import torch
 from run_helpers import SAMPLERS, load, ppo, reppo, run, trudi
 
+pytestmark = pytest.mark.slow  # each one trains for seconds
 NUM_STEPS = 4
 SIZES = ["--num-steps", NUM_STEPS, "--num-minibatches", 2, "--hidden-size", 32, "--gamma", 0.5]
 SIZES += ["--eval-points", 1, "--eval-episodes", 2, "--learning-rate", 3e-3]
