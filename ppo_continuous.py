@@ -223,9 +223,11 @@ class VecEnv:
     elsewhere they are equal. Bootstrapping from final_obs tells truncation from termination.
     The policy sees the columns up to actor_dim, the critic those from critic_start on.
     A non-finite step becomes a truncation at the last finite observation: see broken.
+    With stagger, first episodes are cut at different lengths. Else all environments would be in
+    the same phase of an episode, and each rollout would teach that phase only.
     """
 
-    def __init__(self, args, num_envs, seed, **kwargs):
+    def __init__(self, args, num_envs, seed, stagger=False, **kwargs):
         self.backend = args.backend
         self.num_envs = num_envs
         self.device = torch.device(args.device)
@@ -237,9 +239,11 @@ class VecEnv:
 
             kwargs = dict(num_envs=num_envs, num_threads=args.torch_threads) | kwargs
             self.env = envpool.make_gymnasium(args.env_id, seed=self.seed, **kwargs)
+            time_limit = self.env.config["max_episode_steps"]
         else:
             disabled = dict(autoreset_mode="Disabled")  # step below resets by itself
             self.env = gym.make_vec(args.env_id, num_envs, "sync", disabled, **kwargs)
+            time_limit = self.env.spec.max_episode_steps
         space = self.env.single_action_space
         if not isinstance(space, gym.spaces.Box):
             raise TypeError(f"it has {type(space).__name__} actions, not continuous ones (Box)")
@@ -253,6 +257,9 @@ class VecEnv:
         self.finished = []  # episodes that ended since pop_finished
         self.episode_return = np.zeros(num_envs)
         self.episode_length = np.zeros(num_envs, int)
+        self.cut_at = np.full(num_envs, MAX_EPISODE_STEPS)
+        if stagger and time_limit:
+            self.cut_at = 1 + np.arange(num_envs) * time_limit // num_envs  # first episodes only
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
         self.obs_dim = self.obs.shape[1]
 
@@ -302,13 +309,14 @@ class VecEnv:
         terminated = terminated & ~broken
         self.episode_return += reward
         self.episode_length += 1
-        truncated = truncated | broken | (self.episode_length >= MAX_EPISODE_STEPS)
+        truncated = truncated | broken | (self.episode_length >= self.cut_at)
 
         ended = terminated | truncated
         self.obs = final_obs.copy()
         if ended.any():
             success = info.get("success", info.get("is_success", np.full(self.num_envs, np.nan)))
-            for i in np.flatnonzero(ended):
+            is_whole = self.cut_at == MAX_EPISODE_STEPS  # a staggered episode is no result
+            for i in np.flatnonzero(ended & is_whole):
                 episode = {
                     "env": int(i),
                     "return": float(self.episode_return[i]),
@@ -318,6 +326,7 @@ class VecEnv:
                 }
                 self.finished.append(episode)
             self.obs[ended] = self.reset_where(ended)
+            self.cut_at[ended] = MAX_EPISODE_STEPS
         self.broken = torch.as_tensor(broken, device=self.device)
         arrays = (self.obs, reward, terminated, truncated, final_obs)
         return tuple(torch.as_tensor(array, device=self.device) for array in arrays)
@@ -797,7 +806,7 @@ def main(argv=None):
         restore(checkpoint, args, agent)
         final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
         return
-    envs = make_envs(args, args.num_envs, env_seed)
+    envs = make_envs(args, args.num_envs, env_seed, stagger=True)
     learning_rate = torch.tensor(args.learning_rate, device=args.device)  # a tensor, see update
     optimizer = torch.optim.Adam(agent.parameters(), learning_rate, fused=True)
     optimizers = (optimizer,)

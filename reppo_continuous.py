@@ -79,7 +79,8 @@ class Args:
     update_epochs: int = 8  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
-    actor_learning_rate: float = 3e-4  # Adam's learning rate for policy, alpha and lambda
+    actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
+    dual_learning_rate: float = 1e-2  # Adam's learning rate for alpha and lambda
     anneal: float = 0.0  # share of actor_learning_rate that is gone at the end
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
@@ -87,9 +88,9 @@ class Args:
     hidden_size: int = 512  # width of policy and critic (H)
     gamma: float = 0.99  # discount factor
     td_lambda: float = 0.95  # trace parameter of the TD(lambda) targets
-    vmin: float = 0.0  # lower end of the critic's range
+    vmin: float = -20.0  # lower end of the critic's range; HL-Gauss is biased at its edges
     vmax: float = 150.0  # upper end of the critic's range
-    num_bins: int = 151  # bins of the critic's value distribution
+    num_bins: int = 171  # bins of the critic's value distribution
     hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
     aux_coef: float = 1.0  # weight of the prediction of the next features
     normalize_reward: bool = False  # scale rewards to returns of return_scale
@@ -129,6 +130,7 @@ OTHER_TASK = dict(
     normalize_reward=True,
     vmin=-150.0,
     vmax=150.0,
+    num_bins=151,
 )
 # There a CPU learns in smaller steps: with CPU_DEFAULTS Pendulum-v1 forgot what it had learned.
 CPU_OTHER_TASK = dict(
@@ -261,9 +263,11 @@ class VecEnv:
     elsewhere they are equal. Bootstrapping from final_obs tells truncation from termination.
     The policy sees the columns up to actor_dim, the critic those from critic_start on.
     A non-finite step becomes a truncation at the last finite observation: see broken.
+    With stagger, first episodes are cut at different lengths. Else all environments would be in
+    the same phase of an episode, and each rollout would teach that phase only.
     """
 
-    def __init__(self, args, num_envs, seed, **kwargs):
+    def __init__(self, args, num_envs, seed, stagger=False, **kwargs):
         self.backend = args.backend
         self.num_envs = num_envs
         self.device = torch.device(args.device)
@@ -275,9 +279,11 @@ class VecEnv:
 
             kwargs = dict(num_envs=num_envs, num_threads=args.torch_threads) | kwargs
             self.env = envpool.make_gymnasium(args.env_id, seed=self.seed, **kwargs)
+            time_limit = self.env.config["max_episode_steps"]
         else:
             disabled = dict(autoreset_mode="Disabled")  # step below resets by itself
             self.env = gym.make_vec(args.env_id, num_envs, "sync", disabled, **kwargs)
+            time_limit = self.env.spec.max_episode_steps
         space = self.env.single_action_space
         if not isinstance(space, gym.spaces.Box):
             raise TypeError(f"it has {type(space).__name__} actions, not continuous ones (Box)")
@@ -291,6 +297,9 @@ class VecEnv:
         self.finished = []  # episodes that ended since pop_finished
         self.episode_return = np.zeros(num_envs)
         self.episode_length = np.zeros(num_envs, int)
+        self.cut_at = np.full(num_envs, MAX_EPISODE_STEPS)
+        if stagger and time_limit:
+            self.cut_at = 1 + np.arange(num_envs) * time_limit // num_envs  # first episodes only
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
         self.obs_dim = self.obs.shape[1]
 
@@ -340,13 +349,14 @@ class VecEnv:
         terminated = terminated & ~broken
         self.episode_return += reward
         self.episode_length += 1
-        truncated = truncated | broken | (self.episode_length >= MAX_EPISODE_STEPS)
+        truncated = truncated | broken | (self.episode_length >= self.cut_at)
 
         ended = terminated | truncated
         self.obs = final_obs.copy()
         if ended.any():
             success = info.get("success", info.get("is_success", np.full(self.num_envs, np.nan)))
-            for i in np.flatnonzero(ended):
+            is_whole = self.cut_at == MAX_EPISODE_STEPS  # a staggered episode is no result
+            for i in np.flatnonzero(ended & is_whole):
                 episode = {
                     "env": int(i),
                     "return": float(self.episode_return[i]),
@@ -356,6 +366,7 @@ class VecEnv:
                 }
                 self.finished.append(episode)
             self.obs[ended] = self.reset_where(ended)
+            self.cut_at[ended] = MAX_EPISODE_STEPS
         self.broken = torch.as_tensor(broken, device=self.device)
         arrays = (self.obs, reward, terminated, truncated, final_obs)
         return tuple(torch.as_tensor(array, device=self.device) for array in arrays)
@@ -693,6 +704,7 @@ def compute_targets(agent, data, args, generator):
 
 def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> mean metrics"""
+    actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
     batch_size = len(data["target"])
     critic_history = []
     policy_history = []
@@ -715,7 +727,7 @@ def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
             loss = loss + dual_loss(agent, metrics, args)
             actor_optimizer.zero_grad()
             # the critic's parameters get no gradient from the policy's loss
-            loss.backward(inputs=actor_optimizer.param_groups[0]["params"])
+            loss.backward(inputs=actor_parameters)
             norm = nn.utils.clip_grad_norm_(agent.policy.parameters(), args.max_grad_norm)
             actor_optimizer.step()
             policy_history.append({**metrics, "losses/actor_grad_norm": norm})
@@ -900,9 +912,11 @@ def main(argv=None):
         restore(checkpoint, args, agent)
         final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
         return
-    envs = make_envs(args, args.num_envs, env_seed)
-    actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
-    actor_optimizer = torch.optim.Adam(actor_parameters, args.actor_learning_rate, fused=True)
+    envs = make_envs(args, args.num_envs, env_seed, stagger=True)
+    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
+    duals["betas"] = (0.9, 0.99)  # a short memory: the duals' gradients shrink with the duals
+    actor_groups = [dict(params=list(agent.policy.parameters())), duals]
+    actor_optimizer = torch.optim.Adam(actor_groups, args.actor_learning_rate, fused=True)
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
     optimizers = (actor_optimizer, critic_optimizer)
     if args.resume:

@@ -89,7 +89,8 @@ class Args:
     update_epochs: int = 4  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
-    actor_learning_rate: float = 3e-4  # Adam's learning rate for policy, alpha and lambda
+    actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
+    dual_learning_rate: float = 1e-2  # Adam's learning rate for alpha and lambda
     anneal: float = 0.0  # share of actor_learning_rate that is gone at the end
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
@@ -97,8 +98,8 @@ class Args:
     hidden_size: int = 512  # width of policy and critic (H)
     gamma: float = 0.8  # discount factor; by default 1 - 10 / (steps of an episode)
     td_lambda: float = 0.95  # trace parameter of the TD(lambda) targets
-    vmin: float = -15.0  # lower end of the critic's range
-    vmax: float = 15.0  # upper end of the critic's range
+    vmin: float = -2.0  # lower end of the critic's range; by default it follows from gamma
+    vmax: float = 8.0  # upper end of the critic's range; by default it follows from gamma
     num_bins: int = 151  # bins of the critic's value distribution
     hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
     aux_coef: float = 1.0  # weight of the prediction of the next features
@@ -106,7 +107,7 @@ class Args:
     return_scale: float = 30.0  # root mean square of scaled, discounted returns
 
     # policy and trust region
-    alpha_init: float = 1.0  # initial entropy temperature; values include its bonus
+    alpha_init: float = 0.1  # initial entropy temperature; values include its bonus
     entropy_target: float = -0.5  # alpha drives the entropy to this per action dimension
     trust_region: Literal["split", "none"] = "split"  # Eq. (19), or no KL at all
     kl_bound: float = 0.1  # largest KL of the rollout policy to the new one (epsilon)
@@ -130,8 +131,8 @@ CPU_DEFAULTS = dict(
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
     anneal=1.0,
+    max_grad_norm=100.0,
     lambda_init=1.0,
-    alpha_init=0.01,
 )
 # Settings that may be zero or negative, and those that --resume and --evaluate may change.
 MAY_BE_ZERO = {"seed", "bench", "anneal", "gamma", "td_lambda", "vmin", "vmax", "aux_coef"}
@@ -166,7 +167,9 @@ def parse_args(argv=None):
         defaults = replace(source, run_dir="", resume="", evaluate="", track=False)
     else:
         chosen = CPU_DEFAULTS if device == "cpu" else {}
-        defaults = Args(**chosen, gamma=default_gamma(given.env_id))
+        gamma = default_gamma(given.env_id) if given.gamma == Args.gamma else given.gamma
+        vmin, vmax = value_range(gamma)
+        defaults = Args(**chosen, gamma=gamma, vmin=vmin, vmax=vmax)
     defaults = replace(defaults, backend=backend, device=device)
     args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
     args.device = device
@@ -180,6 +183,12 @@ def parse_args(argv=None):
                 stop(f"the checkpoint was made with {name} {before} and cannot go on with {now}")
     check_args(args)
     return args, checkpoint
+
+
+def value_range(gamma):
+    """Rewards in [0, 1] have values in [0, 1 / (1 - gamma)]; entropy needs room on both sides."""
+    largest_value = 1 / max(1 - gamma, 1e-3)
+    return -0.4 * largest_value, 1.6 * largest_value
 
 
 def check_args(args):
@@ -702,6 +711,7 @@ def compute_targets(agent, data, args, generator):
 
 def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> mean metrics"""
+    actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
     batch_size = len(data["target"])
     critic_history = []
     policy_history = []
@@ -724,7 +734,7 @@ def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
             loss = loss + dual_loss(agent, metrics, args)
             actor_optimizer.zero_grad()
             # the critic's parameters get no gradient from the policy's loss
-            loss.backward(inputs=actor_optimizer.param_groups[0]["params"])
+            loss.backward(inputs=actor_parameters)
             norm = nn.utils.clip_grad_norm_(agent.policy.parameters(), args.max_grad_norm)
             actor_optimizer.step()
             policy_history.append({**metrics, "losses/actor_grad_norm": norm})
@@ -910,8 +920,10 @@ def main(argv=None):
         final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
         return
     envs = make_envs(args, args.num_envs, env_seed, training=True)
-    actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
-    actor_optimizer = torch.optim.Adam(actor_parameters, args.actor_learning_rate, fused=True)
+    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
+    duals["betas"] = (0.9, 0.99)  # a short memory: the duals' gradients shrink with the duals
+    actor_groups = [dict(params=list(agent.policy.parameters())), duals]
+    actor_optimizer = torch.optim.Adam(actor_groups, args.actor_learning_rate, fused=True)
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
     optimizers = (actor_optimizer, critic_optimizer)
     if args.resume:

@@ -78,7 +78,8 @@ class Args:
     update_epochs: int = 8  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
-    actor_learning_rate: float = 3e-4  # Adam's learning rate for policy, alpha and lambda
+    actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
+    dual_learning_rate: float = 1e-2  # Adam's learning rate for alpha and lambda
     anneal: float = 0.0  # share of actor_learning_rate that is gone at the end
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
@@ -86,9 +87,9 @@ class Args:
     hidden_size: int = 512  # width of policy and critic (H)
     gamma: float = 0.99  # discount factor
     td_lambda: float = 0.95  # trace parameter of the TD(lambda) targets
-    vmin: float = 0.0  # lower end of the critic's range
+    vmin: float = -20.0  # lower end of the critic's range; HL-Gauss is biased at its edges
     vmax: float = 150.0  # upper end of the critic's range
-    num_bins: int = 151  # bins of the critic's value distribution
+    num_bins: int = 171  # bins of the critic's value distribution
     hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
     aux_coef: float = 1.0  # weight of the prediction of the next features
     normalize_reward: bool = False  # scale rewards to returns of return_scale
@@ -96,7 +97,8 @@ class Args:
 
     # diffusion policy and trust region
     diffusion_steps: int = 8  # denoising steps per action (N)
-    eta: float = 2.5  # standard deviation of the prior that denoising starts from
+    schedule_power: float = 4.0  # step sizes fall as this power of a cosine; the paper's is 2
+    eta: float = 1.0  # standard deviation of the prior that denoising starts from
     alpha_init: float = 0.01  # initial entropy temperature
     entropy_target: float = -1.665  # of the entropy bound, per action dimension
     trust_region: Literal["split", "none"] = "split"  # Eq. (19), or none for on-policy DIME
@@ -133,6 +135,7 @@ OTHER_TASK = dict(
     normalize_reward=True,
     vmin=-150.0,
     vmax=150.0,
+    num_bins=151,
 )
 # There a CPU learns in smaller steps: with CPU_DEFAULTS Pendulum-v1 forgot what it had learned.
 CPU_OTHER_TASK = dict(
@@ -266,9 +269,11 @@ class VecEnv:
     elsewhere they are equal. Bootstrapping from final_obs tells truncation from termination.
     The policy sees the columns up to actor_dim, the critic those from critic_start on.
     A non-finite step becomes a truncation at the last finite observation: see broken.
+    With stagger, first episodes are cut at different lengths. Else all environments would be in
+    the same phase of an episode, and each rollout would teach that phase only.
     """
 
-    def __init__(self, args, num_envs, seed, **kwargs):
+    def __init__(self, args, num_envs, seed, stagger=False, **kwargs):
         self.backend = args.backend
         self.num_envs = num_envs
         self.device = torch.device(args.device)
@@ -280,9 +285,11 @@ class VecEnv:
 
             kwargs = dict(num_envs=num_envs, num_threads=args.torch_threads) | kwargs
             self.env = envpool.make_gymnasium(args.env_id, seed=self.seed, **kwargs)
+            time_limit = self.env.config["max_episode_steps"]
         else:
             disabled = dict(autoreset_mode="Disabled")  # step below resets by itself
             self.env = gym.make_vec(args.env_id, num_envs, "sync", disabled, **kwargs)
+            time_limit = self.env.spec.max_episode_steps
         space = self.env.single_action_space
         if not isinstance(space, gym.spaces.Box):
             raise TypeError(f"it has {type(space).__name__} actions, not continuous ones (Box)")
@@ -296,6 +303,9 @@ class VecEnv:
         self.finished = []  # episodes that ended since pop_finished
         self.episode_return = np.zeros(num_envs)
         self.episode_length = np.zeros(num_envs, int)
+        self.cut_at = np.full(num_envs, MAX_EPISODE_STEPS)
+        if stagger and time_limit:
+            self.cut_at = 1 + np.arange(num_envs) * time_limit // num_envs  # first episodes only
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
         self.obs_dim = self.obs.shape[1]
 
@@ -345,13 +355,14 @@ class VecEnv:
         terminated = terminated & ~broken
         self.episode_return += reward
         self.episode_length += 1
-        truncated = truncated | broken | (self.episode_length >= MAX_EPISODE_STEPS)
+        truncated = truncated | broken | (self.episode_length >= self.cut_at)
 
         ended = terminated | truncated
         self.obs = final_obs.copy()
         if ended.any():
             success = info.get("success", info.get("is_success", np.full(self.num_envs, np.nan)))
-            for i in np.flatnonzero(ended):
+            is_whole = self.cut_at == MAX_EPISODE_STEPS  # a staggered episode is no result
+            for i in np.flatnonzero(ended & is_whole):
                 episode = {
                     "env": int(i),
                     "return": float(self.episode_return[i]),
@@ -361,6 +372,7 @@ class VecEnv:
                 }
                 self.finished.append(episode)
             self.obs[ended] = self.reset_where(ended)
+            self.cut_at[ended] = MAX_EPISODE_STEPS
         self.broken = torch.as_tensor(broken, device=self.device)
         arrays = (self.obs, reward, terminated, truncated, final_obs)
         return tuple(torch.as_tensor(array, device=self.device) for array in arrays)
@@ -466,7 +478,7 @@ class DiffusionPolicy(nn.Module):
         self.action_dim = action_dim
         self.num_steps = args.diffusion_steps
         self.eta = args.eta
-        self.schedule = cosine_schedule(self.num_steps)  # as floats; step_sizes is the tensor
+        self.schedule = cosine_schedule(self.num_steps, args.schedule_power)  # floats
         self.normalizer = Normalizer(obs_dim)
         frequencies = torch.exp(torch.arange(16) * -math.log(10_000) / 16)
         angles = torch.arange(self.num_steps)[:, None] * frequencies
@@ -530,16 +542,17 @@ class Chain(NamedTuple):
     controls: torch.Tensor  # (B, N, A): u at each of them
 
 
-def cosine_schedule(N):
-    """Step sizes e_k, falling as a squared cosine from 1/N at the prior to 0.001/N and a bit.
+def cosine_schedule(N, power):
+    """Step sizes e_k, falling as a power of the cosine from 1/N at the prior to 0.001/N and a bit.
 
     e_k / eta^2 is the paper's beta * delta; the offset 0.008 is that of the usual schedule.
+    sqrt(2 e_{N-1}) is noise that nothing takes back: a higher power allows sharper actions.
     """
     step_sizes = []
     for k in range(N):
         remaining = (N - k) / N
         angle = math.pi / 2 * (1.008 - remaining) / 1.008
-        step_sizes.append((0.999 * math.cos(angle) ** 2 + 0.001) / N)
+        step_sizes.append((0.999 * math.cos(angle) ** power + 0.001) / N)
     return step_sizes
 
 
@@ -626,7 +639,7 @@ def inside_trust_region(kl, args):
 def actor_loss(agent, batch, noise, args):
     """The split objective, Eq. (19): inside the trust region improve, outside of it go back.
 
-    -> loss, metrics; the entropy bound is its mean over the states inside
+    -> loss, metrics; the entropy bound is the mean over all states
     """
     kl = trajectory_kl(agent.policy, batch["obs"], batch["latents"], batch["controls"])
     chain = sample_chain(agent.policy, batch["obs"], noise)
@@ -637,11 +650,10 @@ def actor_loss(agent, batch, noise, args):
     pull_back = multiplier * kl
     inside = inside_trust_region(kl, args)
     loss = torch.where(inside, improve, pull_back).mean()
-    num_inside = inside.sum().clamp(min=1)
     return loss, {
         "policy/kl": kl.detach().mean(),
         "policy/inside": inside.float().mean(),
-        "policy/entropy_bound": (inside * chain.entropy_bound).detach().sum() / num_inside,
+        "policy/entropy_bound": chain.entropy_bound.detach().mean(),
     }
 
 
@@ -655,28 +667,29 @@ def sparse_actor_loss(agent, batch, noise, args):
     controls = batch["controls"]
     with torch.no_grad():
         kl = trajectory_kl(agent.policy, obs, latents, controls)
-    inside = inside_trust_region(kl, args)
-    outside = ~inside
+        inside = inside_trust_region(kl, args)
+        outside = ~inside
+        # alpha wants the entropy of all states
+        chain_outside = sample_chain(agent.policy, obs[outside], noise[:, outside])
     chain = sample_chain(agent.policy, obs[inside], noise[:, inside])
     q = agent.critic.value(agent.critic.features(obs[inside], chain.action))
     improve = -q - agent.log_alpha.exp().detach() * chain.entropy_bound
     kl_outside = trajectory_kl(agent.policy, obs[outside], latents[outside], controls[outside])
     pull_back = agent.log_lambda.exp().detach() * kl_outside
     loss = (improve.sum() + pull_back.sum()) / len(kl)
-    num_inside = max(len(q), 1)
+    entropy_bound = torch.cat([chain.entropy_bound.detach(), chain_outside.entropy_bound])
     return loss, {
         "policy/kl": kl.mean(),
         "policy/inside": inside.float().mean(),
-        "policy/entropy_bound": chain.entropy_bound.detach().sum() / num_inside,
+        "policy/entropy_bound": entropy_bound.mean(),
     }
 
 
 def dual_loss(agent, metrics, args):
-    """Eq. (21): alpha grows while the entropy bound of the states inside is below its target.
+    """Eq. (21): alpha grows while the entropy bound is below its target.
     Eq. (22): lambda grows while the KL is above its bound. metrics: of the policy's loss"""
-    target = args.entropy_target * agent.policy.action_dim
-    # a mean over all states, to which a state outside adds zero
-    spare_entropy = metrics["policy/inside"] * (metrics["policy/entropy_bound"] - target)
+    entropy_target = args.entropy_target * agent.policy.action_dim
+    spare_entropy = metrics["policy/entropy_bound"] - entropy_target
     loss = agent.log_alpha.exp() * spare_entropy
     if args.trust_region == "split":
         excess_kl = metrics["policy/kl"] - args.kl_bound
@@ -797,6 +810,7 @@ def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> mean metrics"""
     sparse = generator.device.type == "cpu" and not args.compile  # which wants fixed shapes
     policy_loss = sparse_actor_loss if sparse else actor_loss
+    actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
     batch_size = len(data["target"])
     critic_history = []
     policy_history = []
@@ -819,7 +833,7 @@ def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
             loss = loss + dual_loss(agent, metrics, args)
             actor_optimizer.zero_grad()
             # the critic's parameters get no gradient from the policy's loss
-            loss.backward(inputs=actor_optimizer.param_groups[0]["params"])
+            loss.backward(inputs=actor_parameters)
             norm = nn.utils.clip_grad_norm_(agent.policy.parameters(), args.max_grad_norm)
             actor_optimizer.step()
             policy_history.append({**metrics, "losses/actor_grad_norm": norm})
@@ -1004,9 +1018,11 @@ def main(argv=None):
         restore(checkpoint, args, agent)
         final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
         return
-    envs = make_envs(args, args.num_envs, env_seed)
-    actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
-    actor_optimizer = torch.optim.Adam(actor_parameters, args.actor_learning_rate, fused=True)
+    envs = make_envs(args, args.num_envs, env_seed, stagger=True)
+    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
+    duals["betas"] = (0.9, 0.99)  # a short memory: the duals' gradients shrink with the duals
+    actor_groups = [dict(params=list(agent.policy.parameters())), duals]
+    actor_optimizer = torch.optim.Adam(actor_groups, args.actor_learning_rate, fused=True)
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
     optimizers = (actor_optimizer, critic_optimizer)
     if args.resume:

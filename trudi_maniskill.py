@@ -88,7 +88,8 @@ class Args:
     update_epochs: int = 4  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
-    actor_learning_rate: float = 3e-4  # Adam's learning rate for policy, alpha and lambda
+    actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
+    dual_learning_rate: float = 1e-2  # Adam's learning rate for alpha and lambda
     anneal: float = 0.0  # share of actor_learning_rate that is gone at the end
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
@@ -96,8 +97,8 @@ class Args:
     hidden_size: int = 512  # width of policy and critic (H)
     gamma: float = 0.8  # discount factor; by default 1 - 10 / (steps of an episode)
     td_lambda: float = 0.95  # trace parameter of the TD(lambda) targets
-    vmin: float = -15.0  # lower end of the critic's range
-    vmax: float = 15.0  # upper end of the critic's range
+    vmin: float = -2.0  # lower end of the critic's range; by default it follows from gamma
+    vmax: float = 8.0  # upper end of the critic's range; by default it follows from gamma
     num_bins: int = 151  # bins of the critic's value distribution
     hl_sigma: float = 0.75  # HL-Gauss smoothing, in bin widths
     aux_coef: float = 1.0  # weight of the prediction of the next features
@@ -106,8 +107,9 @@ class Args:
 
     # diffusion policy and trust region
     diffusion_steps: int = 8  # denoising steps per action (N)
-    eta: float = 2.5  # standard deviation of the prior that denoising starts from
-    alpha_init: float = 1.0  # initial entropy temperature; values include its bonus
+    schedule_power: float = 4.0  # step sizes fall as this power of a cosine; the paper's is 2
+    eta: float = 1.0  # standard deviation of the prior that denoising starts from
+    alpha_init: float = 0.1  # initial entropy temperature; values include its bonus
     entropy_target: float = -1.665  # of the entropy bound, per action dimension
     trust_region: Literal["split", "none"] = "split"  # Eq. (19), or none for on-policy DIME
     kl_bound: float = 0.1  # largest KL of old to new chains (epsilon)
@@ -134,8 +136,8 @@ CPU_DEFAULTS = dict(
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
     anneal=1.0,
+    max_grad_norm=100.0,
     lambda_init=1.0,
-    alpha_init=0.01,
 )
 # Settings that may be zero or negative, and those that --resume and --evaluate may change.
 MAY_BE_ZERO = {"seed", "bench", "anneal", "gamma", "td_lambda", "vmin", "vmax", "aux_coef"}
@@ -170,7 +172,9 @@ def parse_args(argv=None):
         defaults = replace(source, run_dir="", resume="", evaluate="", track=False)
     else:
         chosen = CPU_DEFAULTS if device == "cpu" else {}
-        defaults = Args(**chosen, gamma=default_gamma(given.env_id))
+        gamma = default_gamma(given.env_id) if given.gamma == Args.gamma else given.gamma
+        vmin, vmax = value_range(gamma)
+        defaults = Args(**chosen, gamma=gamma, vmin=vmin, vmax=vmax)
     defaults = replace(defaults, backend=backend, device=device)
     args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
     args.device = device
@@ -184,6 +188,12 @@ def parse_args(argv=None):
                 stop(f"the checkpoint was made with {name} {before} and cannot go on with {now}")
     check_args(args)
     return args, checkpoint
+
+
+def value_range(gamma):
+    """Rewards in [0, 1] have values in [0, 1 / (1 - gamma)]; entropy needs room on both sides."""
+    largest_value = 1 / max(1 - gamma, 1e-3)
+    return -0.4 * largest_value, 1.6 * largest_value
 
 
 def check_args(args):
@@ -474,7 +484,7 @@ class DiffusionPolicy(nn.Module):
         self.action_dim = action_dim
         self.num_steps = args.diffusion_steps
         self.eta = args.eta
-        self.schedule = cosine_schedule(self.num_steps)  # as floats; step_sizes is the tensor
+        self.schedule = cosine_schedule(self.num_steps, args.schedule_power)  # floats
         self.normalizer = Normalizer(obs_dim)
         frequencies = torch.exp(torch.arange(16) * -math.log(10_000) / 16)
         angles = torch.arange(self.num_steps)[:, None] * frequencies
@@ -538,16 +548,17 @@ class Chain(NamedTuple):
     controls: torch.Tensor  # (B, N, A): u at each of them
 
 
-def cosine_schedule(N):
-    """Step sizes e_k, falling as a squared cosine from 1/N at the prior to 0.001/N and a bit.
+def cosine_schedule(N, power):
+    """Step sizes e_k, falling as a power of the cosine from 1/N at the prior to 0.001/N and a bit.
 
     e_k / eta^2 is the paper's beta * delta; the offset 0.008 is that of the usual schedule.
+    sqrt(2 e_{N-1}) is noise that nothing takes back: a higher power allows sharper actions.
     """
     step_sizes = []
     for k in range(N):
         remaining = (N - k) / N
         angle = math.pi / 2 * (1.008 - remaining) / 1.008
-        step_sizes.append((0.999 * math.cos(angle) ** 2 + 0.001) / N)
+        step_sizes.append((0.999 * math.cos(angle) ** power + 0.001) / N)
     return step_sizes
 
 
@@ -634,7 +645,7 @@ def inside_trust_region(kl, args):
 def actor_loss(agent, batch, noise, args):
     """The split objective, Eq. (19): inside the trust region improve, outside of it go back.
 
-    -> loss, metrics; the entropy bound is its mean over the states inside
+    -> loss, metrics; the entropy bound is the mean over all states
     """
     kl = trajectory_kl(agent.policy, batch["obs"], batch["latents"], batch["controls"])
     chain = sample_chain(agent.policy, batch["obs"], noise)
@@ -645,11 +656,10 @@ def actor_loss(agent, batch, noise, args):
     pull_back = multiplier * kl
     inside = inside_trust_region(kl, args)
     loss = torch.where(inside, improve, pull_back).mean()
-    num_inside = inside.sum().clamp(min=1)
     return loss, {
         "policy/kl": kl.detach().mean(),
         "policy/inside": inside.float().mean(),
-        "policy/entropy_bound": (inside * chain.entropy_bound).detach().sum() / num_inside,
+        "policy/entropy_bound": chain.entropy_bound.detach().mean(),
     }
 
 
@@ -663,28 +673,29 @@ def sparse_actor_loss(agent, batch, noise, args):
     controls = batch["controls"]
     with torch.no_grad():
         kl = trajectory_kl(agent.policy, obs, latents, controls)
-    inside = inside_trust_region(kl, args)
-    outside = ~inside
+        inside = inside_trust_region(kl, args)
+        outside = ~inside
+        # alpha wants the entropy of all states
+        chain_outside = sample_chain(agent.policy, obs[outside], noise[:, outside])
     chain = sample_chain(agent.policy, obs[inside], noise[:, inside])
     q = agent.critic.value(agent.critic.features(obs[inside], chain.action))
     improve = -q - agent.log_alpha.exp().detach() * chain.entropy_bound
     kl_outside = trajectory_kl(agent.policy, obs[outside], latents[outside], controls[outside])
     pull_back = agent.log_lambda.exp().detach() * kl_outside
     loss = (improve.sum() + pull_back.sum()) / len(kl)
-    num_inside = max(len(q), 1)
+    entropy_bound = torch.cat([chain.entropy_bound.detach(), chain_outside.entropy_bound])
     return loss, {
         "policy/kl": kl.mean(),
         "policy/inside": inside.float().mean(),
-        "policy/entropy_bound": chain.entropy_bound.detach().sum() / num_inside,
+        "policy/entropy_bound": entropy_bound.mean(),
     }
 
 
 def dual_loss(agent, metrics, args):
-    """Eq. (21): alpha grows while the entropy bound of the states inside is below its target.
+    """Eq. (21): alpha grows while the entropy bound is below its target.
     Eq. (22): lambda grows while the KL is above its bound. metrics: of the policy's loss"""
-    target = args.entropy_target * agent.policy.action_dim
-    # a mean over all states, to which a state outside adds zero
-    spare_entropy = metrics["policy/inside"] * (metrics["policy/entropy_bound"] - target)
+    entropy_target = args.entropy_target * agent.policy.action_dim
+    spare_entropy = metrics["policy/entropy_bound"] - entropy_target
     loss = agent.log_alpha.exp() * spare_entropy
     if args.trust_region == "split":
         excess_kl = metrics["policy/kl"] - args.kl_bound
@@ -805,6 +816,7 @@ def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> mean metrics"""
     sparse = generator.device.type == "cpu" and not args.compile  # which wants fixed shapes
     policy_loss = sparse_actor_loss if sparse else actor_loss
+    actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
     batch_size = len(data["target"])
     critic_history = []
     policy_history = []
@@ -827,7 +839,7 @@ def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
             loss = loss + dual_loss(agent, metrics, args)
             actor_optimizer.zero_grad()
             # the critic's parameters get no gradient from the policy's loss
-            loss.backward(inputs=actor_optimizer.param_groups[0]["params"])
+            loss.backward(inputs=actor_parameters)
             norm = nn.utils.clip_grad_norm_(agent.policy.parameters(), args.max_grad_norm)
             actor_optimizer.step()
             policy_history.append({**metrics, "losses/actor_grad_norm": norm})
@@ -1013,8 +1025,10 @@ def main(argv=None):
         final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
         return
     envs = make_envs(args, args.num_envs, env_seed, training=True)
-    actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
-    actor_optimizer = torch.optim.Adam(actor_parameters, args.actor_learning_rate, fused=True)
+    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
+    duals["betas"] = (0.9, 0.99)  # a short memory: the duals' gradients shrink with the duals
+    actor_groups = [dict(params=list(agent.policy.parameters())), duals]
+    actor_optimizer = torch.optim.Adam(actor_groups, args.actor_learning_rate, fused=True)
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
     optimizers = (actor_optimizer, critic_optimizer)
     if args.resume:

@@ -289,10 +289,11 @@ class VecEnv:
     Where an episode ended, final_obs is its last observation and obs the first of the next one;
     elsewhere they are equal. The policy sees the columns of obs up to actor_dim, the critic those
     from critic_start on. A non-finite step becomes a truncation at the last finite observation,
-    and broken tells where. Overrides change the task's config.
+    and broken tells where. With stagger, first episodes end at different lengths, so that the
+    environments are in different phases of an episode. Overrides change the task's config.
     """
 
-    def __init__(self, args, num_envs, seed, **overrides):
+    def __init__(self, args, num_envs, seed, stagger=False, **overrides):
         self.num_envs = num_envs
         self.device = torch.device(args.device)
         jax_device = find_jax_device(self.device)
@@ -313,13 +314,22 @@ class VecEnv:
         self.finished = []  # episodes that ended since pop_finished, as far as collect has looked
         self.pending = []  # ends of the steps that collect has not looked at
         self.broken = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
-        self.carry = self.begin(first_keys(seed % 2**30, num_envs, jax_device))
+        self.first_ages = np.zeros(num_envs, np.int32)  # steps that first episodes are short of
+        if stagger:
+            first_lengths = 1 + np.arange(num_envs) * simulator.time_limit // num_envs
+            self.first_ages = (simulator.time_limit - first_lengths).astype(np.int32)
+        self.start(first_keys(seed % 2**30, num_envs, jax_device))
+
+    def start(self, key):
+        ages = jax.device_put(self.first_ages, key.device)
+        self.carry = self.begin(key)._replace(episode_length=ages)
+        self.is_whole = self.first_ages == 0  # a staggered episode is no result
 
     def reset(self):
         """Start a new episode in all environments. -> (E, O)"""
         self.collect()
         self.finished = []
-        self.carry = self.begin(self.carry.key)
+        self.start(self.carry.key)
         return torch.from_dlpack(self.carry.obs).clone()  # the next step writes over the carry
 
     def step(self, action):
@@ -340,7 +350,7 @@ class VecEnv:
         ends_of_steps = jax.device_get(self.pending)
         self.pending = []
         for ends in ends_of_steps:
-            for i in np.flatnonzero(ends.ended):
+            for i in np.flatnonzero(ends.ended & self.is_whole):
                 episode = {
                     "env": int(i),
                     "return": float(ends.episode_return[i]),
@@ -349,6 +359,7 @@ class VecEnv:
                     "broken": bool(ends.broken[i]),
                 }
                 self.finished.append(episode)
+            self.is_whole = self.is_whole | ends.ended
             self.num_nonfinite += int(ends.broken.sum())
 
     @property

@@ -15,6 +15,7 @@ from makers import (
     ACTION_DIM,
     BATCH,
     OBS_DIM,
+    POWER,
     chain_noise,
     changed_policy,
     denoising_step,
@@ -44,13 +45,21 @@ def assert_mean(samples, expected=0.0):
 
 # === Schedule ===
 def test_cosine_schedule():
-    rounded = [round(e, 4) for e in cosine_schedule(8)]
+    rounded = [round(e, 4) for e in cosine_schedule(8, power=2)]
     assert rounded == [0.1250, 0.1197, 0.1059, 0.0856, 0.0618, 0.0381, 0.0181, 0.0048]
     for N in (1, 2, 5, 16, 100):
         remaining = 1 - np.arange(N) / N
         squared_cosine = (1 + np.cos(np.pi * (1.008 - remaining) / 1.008)) / 2  # by double angle
-        expected = (0.999 * squared_cosine + 0.001) / N
-        np.testing.assert_allclose(cosine_schedule(N), expected, rtol=1e-12)
+        for power in (2, 4):
+            expected = (0.999 * squared_cosine ** (power / 2) + 0.001) / N
+            np.testing.assert_allclose(cosine_schedule(N, power), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("N, squared, fourth", [(4, 0.27, 0.106), (8, 0.098, 0.025)])
+def test_noise_of_the_last_step(N, squared, fourth):
+    """No policy is sharper than its last step: the reason for the fourth power."""
+    for power, std in ((2, squared), (4, fourth)):
+        assert math.sqrt(2 * cosine_schedule(N, power)[-1]) == pytest.approx(std, rel=0.05)
 
 
 # === Entropy bound ===
@@ -74,7 +83,7 @@ class LinearPolicy:
         self.num_steps = len(self.coefficients)
         self.eta = eta
         self.action_dim = action_dim
-        self.schedule = cosine_schedule(self.num_steps)
+        self.schedule = cosine_schedule(self.num_steps, POWER)
         self.step_sizes = torch.tensor(self.schedule, dtype=torch.float64)
 
     def embed(self, obs):
@@ -135,7 +144,7 @@ def untrained(N=8):
 def reversal(N, eta, variance, action_dim=1):
     """The control that reverses the noising of Normal(0, variance) in the mean of each step."""
     slopes = []
-    for e in reversed(cosine_schedule(N)):
+    for e in reversed(cosine_schedule(N, POWER)):
         shrink = 1 - e / eta**2
         noisier = shrink**2 * variance + 2 * e
         slopes.append(shrink * (variance / noisier - 1) / e)
@@ -163,7 +172,7 @@ class Path(NamedTuple):
 
 
 def path_of(policy, chain, noise):
-    e = torch.tensor(cosine_schedule(policy.num_steps))[:, None, None]
+    e = torch.tensor(cosine_schedule(policy.num_steps, POWER))[:, None, None]
     x = chain.latents.transpose(0, 1)
     u = chain.controls.transpose(0, 1)
     y = denoising_step(policy, x, u, e).mean + (2 * e).sqrt() * noise[1:]
@@ -308,7 +317,7 @@ def test_kl_step_by_step():
     expected = torch.zeros(BATCH)
     mean_of_chains = torch.zeros(BATCH)
     for j in range(3):
-        for k, e in enumerate(cosine_schedule(4)):
+        for k, e in enumerate(cosine_schedule(4, POWER)):
             x = latents[:, j, k]
             old = denoising_step(policy, x, controls[:, j, k], torch.tensor(e))
             new = denoising_step(policy, x, plain_control(policy, obs, x, k), torch.tensor(e))
@@ -360,7 +369,8 @@ def test_ode_keeps_or_sharpens_the_marginal(variance):
     ode_variances = [ode_variance(policy, 0.5) for policy in policies]
     sde_variances = [policy.marginals().variances[-1] for policy in policies]
     # what is left of the data where noising ends
-    unreached = abs(variance / eta**2 - 1) * math.exp(-2 * sum(cosine_schedule(2048)) / eta**2)
+    total_step = sum(cosine_schedule(2048, POWER))
+    unreached = abs(variance / eta**2 - 1) * math.exp(-2 * total_step / eta**2)
     for reached in (ode_variances, sde_variances):
         coarse = 2 * reached[1] - reached[0]  # Richardson: errors of 1 / N^2
         fine = 2 * reached[2] - reached[1]
@@ -379,7 +389,7 @@ def test_ode_step_by_hand():
     start = torch.randn(6, ACTION_DIM)
     for c in (0.5, 1.0, 1.7):
         x = start
-        for k, e in enumerate(cosine_schedule(4)):
+        for k, e in enumerate(cosine_schedule(4, POWER)):
             score = plain_control(policy, obs, x, k) / 2 - x / policy.eta**2
             x = x + e * (x / policy.eta**2 + 2 * c * score)
         assert_close(ode_action(policy, obs, start, c), x.tanh())

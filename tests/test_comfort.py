@@ -210,7 +210,7 @@ def test_display_warns_about_clipped_targets(tmp_path, monkeypatch, capsys):
     shown.show(row | {"losses/clipped_targets": 0.05}, "")
     assert "warning" not in capsys.readouterr().out
     shown.show(row | {"losses/clipped_targets": 0.2}, "")
-    assert "20% of the targets are clipped to [0, 150]" in capsys.readouterr().out
+    assert "20% of the targets are clipped to [-20, 150]" in capsys.readouterr().out
 
 
 def test_display_stops_with_the_signals_code(tmp_path, monkeypatch, capsys):

@@ -132,6 +132,39 @@ def test_reset_starts_again(backend, env_id, kwargs, limit):
     assert lengths(envs.pop_finished()) == [limit] * 3
 
 
+@pytest.mark.parametrize(
+    "backend, env_id, kwargs",
+    [
+        ("envpool", "HalfCheetah-v5", {"max_episode_steps": 8}),
+        ("gymnasium", "probe_envs:Limited-v0", {}),
+        pytest.param(
+            "playground",
+            "CartpoleBalance",
+            {"episode_length": 8},
+            marks=[pytest.mark.slow, needs_playground],
+        ),
+    ],
+)
+def test_first_episodes_can_be_staggered(backend, env_id, kwargs):
+    envs = make(backend, env_id, 4, stagger=True, **kwargs)
+    envs.reset()  # as in training
+    played = play(envs, noise(envs, 24))
+    truncated = played.truncated
+    ends = [(column.nonzero()[:, 0] + 1).tolist() for column in truncated.T]
+    assert ends == [[1, 9, 17], [3, 11, 19], [5, 13, 21], [7, 15, 23]]
+    assert not played.terminated.any() and not played.broken.any()
+    assert (played.final_obs[truncated] != played.obs[truncated]).any(-1).all()
+    assert lengths(envs.pop_finished()) == [8] * 8, "a staggered episode is no result"
+
+
+def test_what_has_no_time_limit_is_not_staggered():
+    envs = make("gymnasium", CLOCK, stagger=True)
+    played = play(envs, noise(envs, 32))
+    at_limit = (torch.arange(32) + 1) % 16 == 0
+    assert (played.truncated == at_limit[:, None]).all()
+    assert len(envs.pop_finished()) == 6
+
+
 def test_same_step_observations_are_the_right_ones():
     envs = make("gymnasium", CLOCK, length=4)
     played = play(envs, noise(envs, 9))
@@ -439,7 +472,7 @@ def test_backend_asked_for_is_used(capsys):
 
 def test_defaults_follow_the_suite():
     args, _ = trudi.parse_args(["--env-id", "CheetahRun-v1", "--device", "cpu"])
-    assert (args.backend, args.vmin, args.normalize_reward) == ("envpool", 0.0, False)
+    assert (args.backend, args.vmin, args.normalize_reward) == ("envpool", -20.0, False)
     args, _ = trudi.parse_args(["--env-id", "G1JoystickFlatTerrain-v1", "--device", "cpu"])
     assert (args.backend, args.vmin, args.normalize_reward) == ("envpool", -150.0, True)
     assert math.isclose(args.learning_rate, 3e-4)

@@ -915,21 +915,20 @@ def test_learning_rates():
     [(0.0, [1, 1, 1, 1]), (1.0, [1, 0.75, 0.5, 0.25]), (0.8, [1, 0.8, 0.6, 0.4])],
 )
 def test_annealing(monkeypatch, tmp_path, anneal, shares):
-    """The learning rate of policy and duals shrinks, the critic's does not."""
+    """The policy's learning rate shrinks, those of the duals and the critic do not."""
     torch.set_default_dtype(torch.float32)
     learning_rates = []
 
     def update_spy(agent, actor_optimizer, critic_optimizer, *rest):
-        policy_and_duals = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
-        for optimizer, wanted in (
-            (actor_optimizer, policy_and_duals),
-            (critic_optimizer, list(agent.critic.parameters())),
+        actor_group, dual_group = actor_optimizer.param_groups
+        (critic_group,) = critic_optimizer.param_groups
+        for group, wanted in (
+            (actor_group, list(agent.policy.parameters())),
+            (dual_group, [agent.log_alpha, agent.log_lambda]),
+            (critic_group, list(agent.critic.parameters())),
         ):
-            (group,) = optimizer.param_groups
             assert list(map(id, group["params"])) == list(map(id, wanted))
-        actor_group = actor_optimizer.param_groups[0]
-        critic_group = critic_optimizer.param_groups[0]
-        learning_rates.append((actor_group["lr"], critic_group["lr"]))
+        learning_rates.append((actor_group["lr"], dual_group["lr"], critic_group["lr"]))
         return original_update(agent, actor_optimizer, critic_optimizer, *rest)
 
     original_update = reppo.update
@@ -937,11 +936,12 @@ def test_annealing(monkeypatch, tmp_path, anneal, shares):
     flags = "--env-id Pendulum-v1 --backend gymnasium --device cpu --hidden-size 8 --num-envs 2"
     flags += " --num-steps 4 --num-minibatches 2 --update-epochs 1 --policy-delay 1"
     flags += " --total-timesteps 32 --eval-points 1 --eval-episodes 1"
-    flags += " --actor-learning-rate 4e-4 --learning-rate 1e-4"
+    flags += " --actor-learning-rate 4e-4 --dual-learning-rate 2e-3 --learning-rate 1e-4"
     reppo.main([*flags.split(), "--anneal", str(anneal), "--run-dir", str(tmp_path / "run")])
-    assert [critic_rate for _, critic_rate in learning_rates] == [1e-4] * 4
-    actor_rates = [actor_rate for actor_rate, _ in learning_rates]
-    assert actor_rates == pytest.approx([4e-4 * share for share in shares])
+    actor_rates, dual_rates, critic_rates = zip(*learning_rates, strict=True)
+    assert dual_rates == (2e-3,) * 4
+    assert critic_rates == (1e-4,) * 4
+    assert list(actor_rates) == pytest.approx([4e-4 * share for share in shares])
 
 
 def test_annealing_to_zero_stops_the_policy_only():

@@ -290,6 +290,19 @@ def test_actions_are_clipped_not_rescaled(stand_in):
     assert arrived.tolist() == expected, "Playground's actions are in [-1, 1] already"
 
 
+def test_staggered_first_episodes(stand_in):
+    envs = make(num_envs=4, stagger=True, episode_length=8)
+    expected = [[1, 9, 17], [3, 11, 19], [5, 13, 21], [7, 15, 23]]
+    for _ in range(2):  # a script resets before its first rollout
+        _, _, terminated, truncated, _, _ = play(envs, torch.zeros(24, 4, 2))
+        ends = [(row.nonzero()[:, 0] + 1).tolist() for row in truncated.T]
+        assert ends == expected
+        assert not terminated.any()
+        lengths = column(envs.pop_finished(), "length")
+        assert lengths == [8] * 8, "a staggered episode is no result"
+        envs.reset()
+
+
 def test_more_ends_than_a_group(stand_in, monkeypatch):
     """One row starts again at a time here, and all end at once."""
     monkeypatch.setattr(playground, "CPU_GROUP", 1)

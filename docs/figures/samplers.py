@@ -79,7 +79,7 @@ class MixturePolicy:
     def __init__(self, eta, num_steps):
         self.eta = eta
         self.num_steps = num_steps
-        self.schedule = trudi.cosine_schedule(num_steps)
+        self.schedule = trudi.cosine_schedule(num_steps, power=2)
         self.step_sizes = torch.tensor(self.schedule)
         self.weights = torch.tensor(WEIGHTS)
         means = torch.tensor(MEANS)
