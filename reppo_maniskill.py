@@ -31,6 +31,7 @@ Shapes: T rollout steps, E environments, B minibatch, O observation, A action, H
 
 import csv
 import difflib
+import fcntl
 import importlib
 import json
 import logging
@@ -40,6 +41,7 @@ import re
 import sys
 import time
 import warnings
+import zipfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -134,9 +136,22 @@ CPU_DEFAULTS = dict(
     max_grad_norm=100.0,
     lambda_init=1.0,
 )
-# Settings that may be zero or negative, and those that --resume and --evaluate may change.
-MAY_BE_ZERO = {"seed", "bench", "anneal", "gamma", "td_lambda", "vmin", "vmax", "aux_coef"}
-MAY_BE_ZERO |= {"entropy_target"}
+# Smallest and largest values; all other numbers must be positive.
+LIMITS = dict(
+    seed=(0, 2**63),
+    torch_threads=(1, os.cpu_count()),
+    bench=(0, math.inf),
+    anneal=(0, 1),
+    gamma=(0, 1),
+    td_lambda=(0, 1),
+    vmin=(-math.inf, math.inf),
+    vmax=(-math.inf, math.inf),
+    num_bins=(2, 1_000_000),
+    aux_coef=(0, math.inf),
+    entropy_target=(-math.inf, math.inf),
+    eval_episodes=(1, 100_000),
+)
+# Settings that --resume and --evaluate may change.
 MAY_CHANGE = {"run_dir", "resume", "evaluate", "track", "compile", "device", "torch_threads"}
 MAY_CHANGE |= {"backend", "total_timesteps"}  # and what begins with eval_
 
@@ -193,14 +208,9 @@ def value_range(gamma):
 
 def check_args(args):
     """Refuse what cannot work, before anything starts."""
-    for name, value in asdict(args).items():
-        if type(value) in (int, float) and value <= 0 and name not in MAY_BE_ZERO:
-            stop(f"{name} must be positive")
-    if args.vmin >= args.vmax or args.num_bins < 2:
-        stop("vmin must be below vmax, and num_bins at least 2")
-    for name in ("anneal", "gamma", "td_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            stop(f"{name} must be between 0 and 1")
+    check_numbers(args, LIMITS)
+    if args.vmin >= args.vmax:
+        stop("vmin must be below vmax")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches != 0:
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
@@ -755,17 +765,21 @@ def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
 # === 7. Evaluation, checkpoints, logging ===
 # --- shared: evaluation ---
 @torch.no_grad()
-def evaluate(agent, envs, sampler, args):
-    """The first episode of each environment, by the given sampler."""
+def evaluate(agent, envs, sampler, args, display=None):
+    """The first episode of each environment, by the given sampler; none if the run shall end."""
     generator = torch.Generator(envs.device).manual_seed(args.seed)
     obs = envs.reset()
     first_episodes = {}
-    while len(first_episodes) < envs.num_envs:
+    for _ in range(MAX_EPISODE_STEPS):  # no episode is longer
         normalized = agent.policy.normalizer(obs)
         obs, *_ = envs.step(act(agent, normalized, sampler, args, generator))
         for episode in envs.pop_finished():
             first_episodes.setdefault(episode["env"], episode)
-    return [first_episodes[i] for i in range(envs.num_envs)]
+        if len(first_episodes) == envs.num_envs:
+            break
+        if display and display.stop_signal:
+            return []
+    return [first_episodes[i] for i in sorted(first_episodes)]
 
 
 def mean_of(episodes, name):
@@ -773,7 +787,7 @@ def mean_of(episodes, name):
     return float(np.mean([episode[name] for episode in episodes])) if episodes else math.nan
 
 
-def final_report(agent, args, run_dir):
+def final_report(agent, args, run_dir, display=None):
     """Evaluate with all samplers on the same seeds, print a table and write it as JSON."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -783,7 +797,9 @@ def final_report(agent, args, run_dir):
     print(f"\n{args.eval_episodes} episodes each        return      std")
     for sampler in SAMPLERS:
         envs = make_envs(args, args.eval_episodes, 10_007 * args.seed + 5_000)
-        episodes = evaluate(agent, envs, sampler, args)
+        episodes = evaluate(agent, envs, sampler, args, display)
+        if display and display.stop_signal:
+            display.stop()
         returns = [episode["return"] for episode in episodes]
         table[sampler] = {"mean": np.mean(returns), "std": np.std(returns), "returns": returns}
         line = f"{sampler:<20}{np.mean(returns):>9.1f}{np.std(returns):>9.1f}"
@@ -791,10 +807,16 @@ def final_report(agent, args, run_dir):
             mean = mean_of(episodes, name)
             table[sampler][name] = None if math.isnan(mean) else mean
             line += "" if math.isnan(mean) else f"   {name} {mean:.2f}"
+        table[sampler]["broken"] = sum(episode["broken"] for episode in episodes)
+        if table[sampler]["broken"] > 0:
+            line += f"   {table[sampler]['broken']} ended by a non-finite step"
         print(line)
     name = f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
-    (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
-    os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json means: finished
+    try:
+        (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
+        os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json means: finished
+    except OSError as error:
+        stop(f"cannot write {run_dir / name}: {error.strerror}", code=1)
     print(f"saved in {run_dir}: " + ", ".join(sorted(path.name for path in run_dir.iterdir())))
 
 
@@ -805,6 +827,26 @@ def stop(sentence, code=2):
     raise SystemExit(code)
 
 
+def check_numbers(args, limits):
+    """Finite, and within their limits; what has none must be positive."""
+    for name, value in asdict(args).items():
+        if type(value) not in (int, float):
+            continue
+        low, high = limits.get(name, (None, math.inf))
+        too_small = value <= 0 if low is None else value < low
+        if too_small or value > high or not math.isfinite(value):
+            allowed = "positive" if low is None else f"at least {low:g}"
+            if high < math.inf:
+                allowed += f" and at most {high:g}"
+            stop(f"{name} must be {allowed}, not {value}")
+    # four tensors (weights, gradients, Adam) of about ten square layers, and the rollout
+    needed = 160 * args.hidden_size**2 + 1_000 * args.num_envs * args.num_steps
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        sizes = "hidden_size, num_envs and num_steps"
+        stop(f"{sizes} need {needed >> 30} GB, and this machine has {memory >> 30}")
+
+
 def save_checkpoint(path, args, agent, progress, optimizers=(), generator=None):
     """Without optimizers and generator it can be evaluated, but not resumed."""
     state = dict(script=SCRIPT, args=asdict(args), agent=agent.state_dict(), progress=progress)
@@ -812,8 +854,12 @@ def save_checkpoint(path, args, agent, progress, optimizers=(), generator=None):
         state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
         state["generator"] = generator.get_state()
     temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)  # a kill leaves the old file or the new one
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, path)  # a kill leaves the old file or the new one
+    except (OSError, RuntimeError) as error:  # RuntimeError is torch's word for a full disk
+        temporary.unlink(missing_ok=True)
+        stop(f"cannot write {path}; is the disk full? ({str(error).splitlines()[0]})", code=1)
 
 
 def load_checkpoint(given):
@@ -823,7 +869,12 @@ def load_checkpoint(given):
     path = Path(given.resume or given.evaluate)
     if path.is_dir():
         path = path / "checkpoint.pt"
+    if given.resume and path.name != "checkpoint.pt":
+        copy = f"cp {path} NEW_FOLDER/checkpoint.pt and --resume NEW_FOLDER"
+        stop(f"--resume {path} would overwrite the newer checkpoint.pt beside it: {copy}")
     try:
+        if zipfile.ZipFile(path).testzip() is not None:
+            raise ValueError("wrong checksum")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
         saved_names = set(checkpoint["args"])
@@ -840,6 +891,9 @@ def load_checkpoint(given):
 
 def restore(checkpoint, args, agent, optimizers=(), generator=None):
     """Everything but the environments, whose interrupted episodes start again."""
+    steps_done = checkpoint["progress"]["step"]
+    if generator is not None and args.total_timesteps < steps_done:
+        stop(f"total_timesteps {args.total_timesteps}: the run has made {steps_done} already")
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError:
@@ -853,36 +907,71 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
         print("resumed; episodes that were interrupted start again")
 
 
+def make_new_folder(path):
+    """Another run may have begun in the same second: then PATH-2 and so on. -> the folder"""
+    folder = path
+    number = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = path.with_name(f"{path.name}-{number}")
+
+
+def lock(file):
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stop(f"another run is writing to {Path(file.name).parent}")
+    except OSError as error:  # some network file systems
+        print(f"warning: {file.name} cannot be locked ({error.strerror}); start no second run here")
+
+
 def start_run(args, checkpoint):
-    """Make the run's folder and write args.json. -> the folder"""
+    """Make the run's folder, write args.json and lock it. -> the folder, the locked file
+
+    The lock lasts until the file is closed or the process dies.
+    """
     name = re.sub("[/:]", "_", args.env_id)
     if args.backend == "playground":
         name += "-playground"
     name += f"__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = checkpoint["folder"] if checkpoint else Path(args.run_dir or f"runs/{name}")
     about = asdict(args)
     if extras:
         about |= extras.describe_machine(args)
     _, about["suite"] = choose_backend(args.env_id, args.backend, args.device)
+    run_dir = checkpoint["folder"] if checkpoint else Path(args.run_dir or f"runs/{name}")
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        if checkpoint or args.run_dir:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        else:
+            run_dir = make_new_folder(run_dir)
+        args_file = (run_dir / "args.json").open("a+")
+        lock(args_file)
         if not checkpoint and (run_dir / "checkpoint.pt").exists():
             stop(f"{run_dir} already holds a run; --resume {run_dir} goes on with it")
-        (run_dir / "args.json").write_text(json.dumps(about, indent=1))
+        args_file.truncate(0)
+        args_file.write(json.dumps(about, indent=1))
+        args_file.flush()
         (run_dir / "eval.json").unlink(missing_ok=True)  # of a run that goes on with more steps
     except OSError as error:
         stop(f"cannot start a run in {run_dir}: {error.strerror}")
     print(f"{args.env_id} by {args.backend} on {args.device}; run folder: {run_dir}")
-    return run_dir
+    return run_dir, args_file
 
 
 def log_row(run_dir, row, text, display):
     """A line of metrics.csv, and one for the person who watches."""
-    with (run_dir / "metrics.csv").open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerow({name: value for name, value in row.items() if not math.isnan(value)})
+    try:
+        with (run_dir / "metrics.csv").open("a", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerow({name: value for name, value in row.items() if not math.isnan(value)})
+    except OSError as error:
+        stop(f"cannot write {run_dir}/metrics.csv: {error.strerror}", code=1)
     if display:
         display.show(row, text)
     elif not math.isnan(row["eval/return"]):
@@ -942,7 +1031,7 @@ def main(argv=None):
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     eval_iterations = np.linspace(0, num_iterations, args.eval_points + 1)[1:].round()
-    run_dir = start_run(args, checkpoint)
+    run_dir, args_file = start_run(args, checkpoint)  # locked while args_file is open
     state = (args, agent, progress, optimizers, generator)
     save_checkpoint(run_dir / "checkpoint.pt", *state)
     total = num_iterations * batch_size
@@ -968,7 +1057,7 @@ def main(argv=None):
         eval_episodes = []
         evaluated = iteration in eval_iterations
         if evaluated:
-            eval_episodes = evaluate(agent, eval_envs, args.eval_sampler, args)
+            eval_episodes = evaluate(agent, eval_envs, args.eval_sampler, args, display)
         eval_end = time.perf_counter()
         progress["step"] = iteration * batch_size
         progress["elapsed"] += eval_end - start
@@ -996,11 +1085,12 @@ def main(argv=None):
         stopping = display and display.stop_signal  # Ctrl-C or SIGTERM
         if evaluated or stopping:
             save_checkpoint(run_dir / "checkpoint.pt", *state)
-        if stopping:
-            display.stop()
+        if display:
+            display.after_checkpoint(evaluated, stopping)
 
     save_checkpoint(run_dir / "policy.pt", args, agent, progress)
-    final_report(agent, args, run_dir)
+    final_report(agent, args, run_dir, display)
+    args_file.close()
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def test_display_shows_rows_and_keeps_the_newest_values(tmp_path, monkeypatch, c
     shown = display(tmp_path, monkeypatch)
     out = capsys.readouterr().out
     assert "seed 7" in out and "env_id" not in out
-    row = {"global_step": 100, "charts/sps": 10.0}
+    row = {"global_step": 100, "charts/sps": 10.0, "charts/nonfinite": 0}
     row |= {"charts/episode_return": 1.5, "eval/return": math.nan}
     shown.show(row, "KL 1")
     assert capsys.readouterr().out == "" and not (tmp_path / "curve.png").exists()
@@ -200,13 +200,33 @@ def test_display_shows_rows_and_keeps_the_newest_values(tmp_path, monkeypatch, c
     write_table(tmp_path / "metrics.csv", [row | {"charts/episode_return": ""}])
     shown.show(row, "KL 2")
     assert "return 1.5  eval 2.5  KL 2" in capsys.readouterr().out
+    shown.after_checkpoint(evaluated=True, stopping=False)
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_that_fails_does_not_end_a_run(tmp_path, monkeypatch, capsys):
+    shown = display(tmp_path, monkeypatch)
+    shown.after_checkpoint(evaluated=True, stopping=False)  # there is no metrics.csv
+    out = capsys.readouterr().out
+    assert "warning: curve.png could not be drawn" in out
+
+
+def test_display_warns_about_nonfinite_steps(tmp_path, monkeypatch, capsys):
+    """When more than one percent of the steps since the last row were."""
+    shown = display(tmp_path, monkeypatch)
+    batch_size = shown.args.num_envs * shown.args.num_steps
+    row = {"global_step": 100, "charts/sps": 10.0, "eval/return": math.nan}
+    shown.show(row | {"charts/nonfinite": batch_size // 100}, "")
+    shown.show(row | {"charts/nonfinite": 2 * (batch_size // 100)}, "")
+    assert "warning" not in capsys.readouterr().out
+    shown.show(row | {"charts/nonfinite": 3 * (batch_size // 100) + batch_size // 2}, "")
+    assert "51% of this iteration's steps were non-finite" in capsys.readouterr().out
 
 
 def test_display_warns_about_clipped_targets(tmp_path, monkeypatch, capsys):
     shown = display(tmp_path, monkeypatch)
     row = {"global_step": 100, "charts/sps": 10.0, "charts/episode_return": 0.0, "eval/return": 1.0}
-    write_table(tmp_path / "metrics.csv", [row])
+    row["charts/nonfinite"] = 0
     shown.show(row | {"losses/clipped_targets": 0.05}, "")
     assert "warning" not in capsys.readouterr().out
     shown.show(row | {"losses/clipped_targets": 0.2}, "")
@@ -262,6 +282,7 @@ def test_rows_go_to_wandb_without_gaps(tmp_path, monkeypatch):
         def log(self, values, step):
             logged.append((step, values))
 
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(extras, "start_tracking", lambda *_: Wandb())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     train(tmp_path / "run", "--track", iterations=1)

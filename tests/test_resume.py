@@ -4,6 +4,7 @@ A resumed run is not the uninterrupted one: its environments start new episodes,
 run's seed and step. All else goes on from where it was.
 """
 
+import fcntl
 import json
 import re
 import shutil
@@ -218,16 +219,40 @@ def test_the_best_score_survives(clock, tmp_path):
 
 
 def test_resume_from_an_earlier_checkpoint(clock, tmp_path):
-    """The rows after it come again."""
+    """In its own folder it would overwrite what came later. As a copy it is a run of its own."""
     folder = shutil.copytree(clock, tmp_path / "run")
-    shutil.copy(folder / "best.pt", folder / "early.pt")
-    checkpoint = load(folder / "early.pt")
+    before = files(folder)
+    err = run("--resume", folder / "best.pt", code=2).err
+    assert err.count("\n") == 1 and "checkpoint.pt" in err and "cp " in err
+    assert files(folder) == before
+    branch = tmp_path / "branch"
+    branch.mkdir()
+    checkpoint = load(folder / "best.pt")
     checkpoint["progress"]["step"] = 2 * BATCH
-    torch.save(checkpoint, folder / "early.pt")
-    run("--resume", folder / "early.pt")
-    assert steps(folder) == row_steps(4)
-    assert timeless(folder)[:2] == timeless(clock)[:2]
-    assert timeless(folder)[2:] != timeless(clock)[2:]
+    torch.save(checkpoint, branch / "checkpoint.pt")
+    run("--resume", branch)
+    assert files(folder) == before
+    assert steps(branch) == [3 * BATCH, 4 * BATCH]
+
+
+def test_resume_with_fewer_steps_than_done(clock, tmp_path):
+    folder = shutil.copytree(clock, tmp_path / "run")
+    before = files(folder)
+    err = run("--resume", folder, "--total-timesteps", 3 * BATCH, code=2).err
+    assert err.count("\n") == 1 and str(4 * BATCH) in err
+    assert files(folder) == before
+
+
+def test_two_resumes_of_one_folder(clock, tmp_path):
+    folder = shutil.copytree(clock, tmp_path / "run")
+    before = files(folder)
+    with (folder / "args.json").open() as locked:  # as by another process
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        err = run("--resume", folder, "--total-timesteps", 6 * BATCH, code=2).err
+        assert err.count("\n") == 1 and "another run" in err and str(folder) in err
+        assert files(folder) == before
+    run("--resume", folder, "--total-timesteps", 6 * BATCH)
+    assert steps(folder) == row_steps(6)
 
 
 def test_settings_that_may_change(clock, tmp_path):

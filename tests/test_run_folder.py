@@ -128,7 +128,8 @@ def test_eval_json(trained):
     table = json.loads((folder / "eval.json").read_text())
     assert list(table) == SAMPLERS[script] == list(script.SAMPLERS)
     for result in table.values():
-        assert set(result) == {"mean", "std", "returns", "length", "success"}
+        assert set(result) == {"mean", "std", "returns", "length", "success", "broken"}
+        assert result["broken"] == 0
         assert len(result["returns"]) == 2
         assert result["mean"] == pytest.approx(np.mean(result["returns"]))
         assert result["std"] == pytest.approx(np.std(result["returns"]))

@@ -33,10 +33,11 @@ class Display:
         self.args = args
         self.total = total_timesteps
         self.newest = {"charts/episode_return": "-", "eval/return": "-"}
+        self.nonfinite = 0  # non-finite steps up to the last row
         self.stop_signal = 0  # number of the signal that asks the run to end
-        signal.signal(signal.SIGINT, self.receive)
-        signal.signal(signal.SIGTERM, self.receive)
-        print(f"settings other than the defaults for a GPU: {changed_settings(args)}", flush=True)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self.receive)
+        self.say(f"settings other than the defaults for a GPU: {changed_settings(args)}")
         self.wandb = None
         if args.track:
             self.wandb = start_tracking(run_dir, args)
@@ -44,6 +45,23 @@ class Display:
     def receive(self, number, frame):
         self.stop_signal = number
         signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+        sentence = f"\n{signal.Signals(number).name}: stopping after this iteration\n"
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(sys.stderr.fileno(), sentence.encode())  # print must not be called here
+
+    def say(self, line, stays=True):
+        """Print a line. A reader that closed its pipe, such as head, ends the run."""
+        try:
+            print_line(line, stays)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.stop_signal = signal.SIGPIPE
+
+    def after_checkpoint(self, evaluated, stopping):
+        if evaluated:
+            self.draw()
+        if stopping:
+            self.stop()
 
     def stop(self):
         """After the checkpoint is saved: say how to go on and end."""
@@ -58,13 +76,33 @@ class Display:
         for name in self.newest:
             if name in known:
                 self.newest[name] = f"{known[name]:.1f}"
-        print_line(progress_line(row, self.newest, text, self.total), stays=evaluated)
+        self.say(progress_line(row, self.newest, text, self.total), stays=evaluated)
         if self.wandb:
             self.wandb.log(known, step=row["global_step"])
         if evaluated:
-            warn_about_range(row, self.args)
+            self.warn_about_range(row)
+        self.warn_about_nonfinite(row)
+
+    def warn_about_range(self, row):
+        share = row.get("losses/clipped_targets", 0.0)
+        if share > 0.05:
+            bounds = f"[{self.args.vmin:g}, {self.args.vmax:g}]"
+            self.say(f"warning: {share:.0%} of the targets are clipped to {bounds}: widen it")
+
+    def warn_about_nonfinite(self, row):
+        new = row["charts/nonfinite"] - self.nonfinite
+        self.nonfinite = row["charts/nonfinite"]
+        share = new / (self.args.num_envs * self.args.num_steps)
+        if share > 0.01:
+            self.say(f"warning: {share:.0%} of this iteration's steps were non-finite")
+
+    def draw(self):
+        """Renew curve.png. A picture that fails does not end a run."""
+        try:
             title = f"{self.args.env_id}, {self.run_dir.name}"
             draw_curve(self.run_dir / "metrics.csv", title)
+        except Exception as error:  # a full disk, or matplotlib
+            self.say(f"warning: curve.png could not be drawn: {error}")
 
 
 def drop_rows_after(path, step):
@@ -100,13 +138,6 @@ def print_line(line, stays):
         print(line, flush=True)
 
 
-def warn_about_range(row, args):
-    share = row.get("losses/clipped_targets", 0.0)
-    if share > 0.05:
-        bounds = f"[{args.vmin:g}, {args.vmax:g}]"
-        print(f"warning: {share:.0%} of the targets are clipped to {bounds}: widen it", flush=True)
-
-
 def changed_settings(args):
     defaults = asdict(type(args)())
     changed = []
@@ -122,6 +153,11 @@ def import_wandb():
     except ImportError:
         print("error: --track needs wandb, which is missing: pip install wandb", file=sys.stderr)
         raise SystemExit(2) from None
+    offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+    if not offline and not wandb.login(prompt=False, verify=False):
+        sentence = "--track needs a login: run `wandb login`, or set WANDB_MODE=offline"
+        print(f"error: {sentence}", file=sys.stderr)
+        raise SystemExit(2)
     return wandb
 
 
