@@ -24,7 +24,6 @@ Shapes: T rollout steps, E environments, B minibatch, O observation, A action, H
 """
 
 import csv
-import fcntl
 import json
 import math
 import os
@@ -169,6 +168,8 @@ def parse_args(argv=None):
 def check_args(args):
     """Refuse what cannot work, before anything starts."""
     check_numbers(args, LIMITS)
+    if extras:
+        extras.check_memory(args)
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches != 0:
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
@@ -222,27 +223,6 @@ def make_envs(args, num_envs, seed, **kwargs):
         return stop(f"{args.backend} cannot make {args.env_id}: {reason}{hint}")
 
 
-def check_environment(env_id, kwargs):
-    """One step of a Gymnasium environment: what a wrong one does later is harder to understand."""
-    env = gym.make(env_id, **kwargs)
-    space = env.observation_space
-    parts = space.spaces.values() if isinstance(space, gym.spaces.Dict) else [space]
-    for part in parts:
-        if not isinstance(part, gym.spaces.Box):
-            raise TypeError(f"it has {type(part).__name__} observations, not Box or a Dict of them")
-    env.reset(seed=0)
-    try:
-        obs, _, _, _, _ = env.step(env.action_space.sample())
-    except ValueError as error:
-        names = "obs, reward, terminated, truncated, info"
-        raise TypeError(f"its step must return {names} ({error})") from error
-    expected = [part.shape for part in parts]
-    found = [np.shape(part) for part in (obs.values() if isinstance(obs, dict) else [obs])]
-    if found != expected:
-        raise TypeError(f"its step returns observations of shape {found}, not {expected}")
-    env.close()
-
-
 class VecEnv:
     """obs, reward, terminated, truncated, final_obs = step(action in [-1, 1]), all tensors.
 
@@ -268,7 +248,8 @@ class VecEnv:
             self.env = envpool.make_gymnasium(args.env_id, seed=self.seed, **kwargs)
             time_limit = self.env.config["max_episode_steps"]
         else:
-            check_environment(args.env_id, kwargs)
+            if extras:
+                extras.check_environment(args.env_id, kwargs)
             disabled = dict(autoreset_mode="Disabled")  # step below resets by itself
             self.env = gym.make_vec(args.env_id, num_envs, "sync", disabled, **kwargs)
             time_limit = self.env.spec.max_episode_steps
@@ -747,12 +728,6 @@ def check_numbers(args, limits):
             if high < math.inf:
                 allowed += f" and at most {high:g}"
             stop(f"{name} must be {allowed}, not {value}")
-    # four tensors (weights, gradients, Adam) of about ten square layers, and the rollout
-    needed = 160 * args.hidden_size**2 + 1_000 * args.num_envs * args.num_steps
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        sizes = "hidden_size, num_envs and num_steps"
-        stop(f"{sizes} need {needed >> 30} GB, and this machine has {memory >> 30}")
 
 
 def save_checkpoint(path, args, agent, progress, optimizers=(), generator=None):
@@ -815,33 +790,8 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
         print("resumed; episodes that were interrupted start again")
 
 
-def make_new_folder(path):
-    """Another run may have begun in the same second: then PATH-2 and so on. -> the folder"""
-    folder = path
-    number = 1
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = path.with_name(f"{path.name}-{number}")
-
-
-def lock(file):
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stop(f"another run is writing to {Path(file.name).parent}")
-    except OSError as error:  # some network file systems
-        print(f"warning: {file.name} cannot be locked ({error.strerror}); start no second run here")
-
-
 def start_run(args, checkpoint):
-    """Make the run's folder, write args.json and lock it. -> the folder, the locked file
-
-    The lock lasts until the file is closed or the process dies.
-    """
+    """Make the run's folder, lock it and write args.json. -> the folder, the locked file"""
     name = re.sub("[/:]", "_", args.env_id)
     if args.backend == "playground":
         name += "-playground"
@@ -852,12 +802,12 @@ def start_run(args, checkpoint):
     _, about["suite"] = choose_backend(args.env_id, args.backend, args.device)
     run_dir = checkpoint["folder"] if checkpoint else Path(args.run_dir or f"runs/{name}")
     try:
-        if checkpoint or args.run_dir:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        else:
-            run_dir = make_new_folder(run_dir)
+        if extras and not checkpoint and not args.run_dir:
+            run_dir = extras.unused(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
         args_file = (run_dir / "args.json").open("a+")
-        lock(args_file)
+        if extras:
+            extras.lock(args_file)
         if not checkpoint and (run_dir / "checkpoint.pt").exists():
             stop(f"{run_dir} already holds a run; --resume {run_dir} goes on with it")
         args_file.truncate(0)

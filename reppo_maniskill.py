@@ -31,7 +31,6 @@ Shapes: T rollout steps, E environments, B minibatch, O observation, A action, H
 
 import csv
 import difflib
-import fcntl
 import importlib
 import json
 import logging
@@ -209,6 +208,8 @@ def value_range(gamma):
 def check_args(args):
     """Refuse what cannot work, before anything starts."""
     check_numbers(args, LIMITS)
+    if extras:
+        extras.check_memory(args)
     if args.vmin >= args.vmax:
         stop("vmin must be below vmax")
     batch_size = args.num_envs * args.num_steps
@@ -839,12 +840,6 @@ def check_numbers(args, limits):
             if high < math.inf:
                 allowed += f" and at most {high:g}"
             stop(f"{name} must be {allowed}, not {value}")
-    # four tensors (weights, gradients, Adam) of about ten square layers, and the rollout
-    needed = 160 * args.hidden_size**2 + 1_000 * args.num_envs * args.num_steps
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        sizes = "hidden_size, num_envs and num_steps"
-        stop(f"{sizes} need {needed >> 30} GB, and this machine has {memory >> 30}")
 
 
 def save_checkpoint(path, args, agent, progress, optimizers=(), generator=None):
@@ -907,33 +902,8 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
         print("resumed; episodes that were interrupted start again")
 
 
-def make_new_folder(path):
-    """Another run may have begun in the same second: then PATH-2 and so on. -> the folder"""
-    folder = path
-    number = 1
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = path.with_name(f"{path.name}-{number}")
-
-
-def lock(file):
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stop(f"another run is writing to {Path(file.name).parent}")
-    except OSError as error:  # some network file systems
-        print(f"warning: {file.name} cannot be locked ({error.strerror}); start no second run here")
-
-
 def start_run(args, checkpoint):
-    """Make the run's folder, write args.json and lock it. -> the folder, the locked file
-
-    The lock lasts until the file is closed or the process dies.
-    """
+    """Make the run's folder, lock it and write args.json. -> the folder, the locked file"""
     name = re.sub("[/:]", "_", args.env_id)
     if args.backend == "playground":
         name += "-playground"
@@ -944,12 +914,12 @@ def start_run(args, checkpoint):
     _, about["suite"] = choose_backend(args.env_id, args.backend, args.device)
     run_dir = checkpoint["folder"] if checkpoint else Path(args.run_dir or f"runs/{name}")
     try:
-        if checkpoint or args.run_dir:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        else:
-            run_dir = make_new_folder(run_dir)
+        if extras and not checkpoint and not args.run_dir:
+            run_dir = extras.unused(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
         args_file = (run_dir / "args.json").open("a+")
-        lock(args_file)
+        if extras:
+            extras.lock(args_file)
         if not checkpoint and (run_dir / "checkpoint.pt").exists():
             stop(f"{run_dir} already holds a run; --resume {run_dir} goes on with it")
         args_file.truncate(0)

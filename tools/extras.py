@@ -1,14 +1,17 @@
 """Comfort for a run that a person watches; a script that was copied alone does without it.
 
 Display           the progress line, curve.png, Ctrl-C and SIGTERM, Weights & Biases
+unused, lock      a run's folder belongs to one process
+check_*           refuse what would fail later, or in a way that is hard to understand
 describe_machine  versions and commit for args.json
 close_ids         what the user may have meant by an unknown environment id
-print_bench       where the time of an iteration goes
+bench             where the time of an iteration goes
 """
 
 import contextlib
 import csv
 import difflib
+import fcntl
 import importlib.metadata
 import math
 import os
@@ -19,6 +22,8 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+
+import numpy as np
 
 PACKAGES = ("torch", "numpy", "gymnasium", "envpool", "mujoco", "mani-skill", "sapien")
 PACKAGES += ("playground", "mujoco-mjx", "jax")
@@ -105,6 +110,66 @@ class Display:
             self.say(f"warning: curve.png could not be drawn: {error}")
 
 
+def unused(path):
+    """A new folder: PATH, or PATH-2 and so on where another run began in the same second."""
+    folder = path
+    number = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = path.with_name(f"{path.name}-{number}")
+
+
+def lock(file):
+    """Until the file is closed or the process dies, no other process gets the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse(f"another run is writing to {Path(file.name).parent}")
+    except OSError as error:  # some network file systems
+        print(f"warning: {file.name} cannot be locked ({error.strerror}); start no second run here")
+
+
+def refuse(sentence):
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_memory(args):
+    """Weights, gradients and Adam's two moments of about ten square layers, and the rollout."""
+    needed = 160 * args.hidden_size**2 + 1_000 * args.num_envs * args.num_steps
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        sizes = "hidden_size, num_envs and num_steps"
+        refuse(f"{sizes} need {needed >> 30} GB, and this machine has {memory >> 30}")
+
+
+def check_environment(env_id, kwargs):
+    """One step of a Gymnasium environment: what a wrong one does later is harder to understand."""
+    import gymnasium
+
+    env = gymnasium.make(env_id, **kwargs)
+    space = env.observation_space
+    parts = space.spaces.values() if isinstance(space, gymnasium.spaces.Dict) else [space]
+    for part in parts:
+        if not isinstance(part, gymnasium.spaces.Box):
+            raise TypeError(f"it has {type(part).__name__} observations, not Box or a Dict of them")
+    env.reset(seed=0)
+    try:
+        obs, _, _, _, _ = env.step(env.action_space.sample())
+    except ValueError as error:
+        names = "obs, reward, terminated, truncated, info"
+        raise TypeError(f"its step must return {names} ({error})") from error
+    expected = [part.shape for part in parts]
+    found = [np.shape(part) for part in (obs.values() if isinstance(obs, dict) else [obs])]
+    if found != expected:
+        raise TypeError(f"its step returns observations of shape {found}, not {expected}")
+    env.close()
+
+
 def drop_rows_after(path, step):
     """Before a run goes on: later rows come again, and a kill may have torn the last one."""
     if not path.exists():
@@ -151,13 +216,10 @@ def import_wandb():
     try:
         import wandb
     except ImportError:
-        print("error: --track needs wandb, which is missing: pip install wandb", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse("--track needs wandb, which is missing: pip install wandb")
     offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     if not offline and not wandb.login(prompt=False, verify=False):
-        sentence = "--track needs a login: run `wandb login`, or set WANDB_MODE=offline"
-        print(f"error: {sentence}", file=sys.stderr)
-        raise SystemExit(2)
+        refuse("--track needs a login: run `wandb login`, or set WANDB_MODE=offline")
     return wandb
 
 
