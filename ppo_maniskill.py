@@ -42,6 +42,7 @@ import warnings
 import zipfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import gymnasium as gym
@@ -284,6 +285,16 @@ class VecEnv:
         self.obs_dim = self.obs.shape[1]
         self.actor_dim = self.obs_dim  # policy and critic see the same
         self.critic_start = 0
+        self.spaces = {  # for load_policy
+            "obs_dim": self.obs_dim,
+            "actor_dim": self.actor_dim,
+            "critic_start": self.critic_start,
+            "action_dim": self.action_dim,
+            "obs_shapes": {"state": [self.obs_dim]},
+            "action_shape": [self.action_dim],
+            "action_low": low.tolist(),
+            "action_high": high.tolist(),
+        }
 
     def make(self, args, num_envs, kwargs):
         if args.backend == "physx_cpu_batched":
@@ -438,6 +449,7 @@ class Agent(nn.Module):
 
     def __init__(self, envs, args):
         super().__init__()
+        self.spaces = envs.spaces
         self.critic_start = envs.critic_start
         self.policy = GaussianPolicy(envs.obs_dim, envs.actor_dim, envs.action_dim, args)
         self.critic = mlp(envs.obs_dim - envs.critic_start, args.hidden_size, 1, last_gain=1.0)
@@ -687,6 +699,44 @@ def evaluate(agent, envs, sampler, args, display=None):
     return [first_episodes[i] for i in sorted(first_episodes)]
 
 
+def load_policy(path, sampler="", seed=0):
+    """A trained policy for your own code: action = policy(obs), in the environment's own units.
+
+    obs is one observation or a batch, as the environment gives it: an array, a tensor or a dict.
+    An array gives an array, anything else a tensor. sampler: empty is the run's own.
+    """
+    checkpoint = load_checkpoint(Args(evaluate=str(path)))
+    args = Args(**checkpoint["args"])
+    spaces = SimpleNamespace(spaces=checkpoint["spaces"], **checkpoint["spaces"])
+    agent = Agent(spaces, args)
+    agent.load_state_dict(checkpoint["agent"])
+    generator = torch.Generator().manual_seed(seed)
+    low = torch.tensor(spaces.action_low)
+    high = torch.tensor(spaces.action_high)
+
+    @torch.no_grad()
+    def policy(obs):
+        parts = obs if isinstance(obs, dict) else {"state": obs}
+        is_array = isinstance(obs, np.ndarray)
+        columns = []
+        for name, shape in spaces.obs_shapes.items():  # privileged_state, the critic's, is last
+            if name in parts:
+                part = torch.as_tensor(parts[name]).float().cpu()
+                is_single = part.dim() == len(shape)
+                columns.append(part.reshape(-1, math.prod(shape)))
+        flat = torch.cat(columns, dim=1)
+        missing = spaces.obs_dim - flat.shape[1]  # columns that only the critic looks at
+        flat = nn.functional.pad(flat, (0, missing))
+        normalized = agent.policy.normalizer(flat)
+        action = act(agent, normalized, sampler or args.eval_sampler, args, generator)
+        action = (low + high) / 2 + (high - low) / 2 * action.clamp(-1, 1)
+        action = action.reshape(-1, *spaces.action_shape)
+        action = action[0] if is_single else action
+        return action.numpy() if is_array else action
+
+    return policy
+
+
 def mean_of(episodes, name):
     """nan where there are no episodes, or where one does not tell"""
     return float(np.mean([episode[name] for episode in episodes])) if episodes else math.nan
@@ -749,6 +799,7 @@ def check_numbers(args, limits):
 def save_checkpoint(path, args, agent, progress, optimizers=(), generator=None):
     """Without optimizers and generator it can be evaluated, but not resumed."""
     state = dict(script=SCRIPT, args=asdict(args), agent=agent.state_dict(), progress=progress)
+    state["spaces"] = agent.spaces
     if generator is not None:
         state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
         state["generator"] = generator.get_state()

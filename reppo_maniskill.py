@@ -43,6 +43,7 @@ import warnings
 import zipfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -111,7 +112,8 @@ class Args:
     alpha_init: float = 0.1  # initial entropy temperature; values include its bonus
     entropy_target: float = -0.5  # alpha drives the entropy to this per action dimension
     trust_region: Literal["split", "none"] = "split"  # Eq. (19), or no KL at all
-    kl_bound: float = 0.1  # largest KL of the rollout policy to the new one (epsilon)
+    kl_bound: float = 0.1  # largest KL of old to new policy (epsilon), at the start of the run
+    kl_bound_end: float = 0.1  # the same at its end; in between it changes geometrically
     lambda_init: float = 0.01  # initial multiplier of the KL
 
     # evaluation
@@ -133,6 +135,8 @@ CPU_DEFAULTS = dict(
     actor_learning_rate=1.2e-3,
     anneal=1.0,
     max_grad_norm=100.0,
+    kl_bound=0.3,
+    kl_bound_end=0.01,
     lambda_init=1.0,
 )
 # Smallest and largest values; all other numbers must be positive.
@@ -314,6 +318,16 @@ class VecEnv:
         self.obs_dim = self.obs.shape[1]
         self.actor_dim = self.obs_dim  # policy and critic see the same
         self.critic_start = 0
+        self.spaces = {  # for load_policy
+            "obs_dim": self.obs_dim,
+            "actor_dim": self.actor_dim,
+            "critic_start": self.critic_start,
+            "action_dim": self.action_dim,
+            "obs_shapes": {"state": [self.obs_dim]},
+            "action_shape": [self.action_dim],
+            "action_low": low.tolist(),
+            "action_high": high.tolist(),
+        }
 
     def make(self, args, num_envs, kwargs):
         if args.backend == "physx_cpu_batched":
@@ -515,6 +529,7 @@ class Agent(nn.Module):
 
     def __init__(self, envs, args):
         super().__init__()
+        self.spaces = envs.spaces
         self.policy = GaussianPolicy(envs.obs_dim, envs.actor_dim, envs.action_dim, args)
         self.critic = Critic(envs.critic_start, envs.obs_dim, envs.action_dim, args)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha_init)))
@@ -783,6 +798,44 @@ def evaluate(agent, envs, sampler, args, display=None):
     return [first_episodes[i] for i in sorted(first_episodes)]
 
 
+def load_policy(path, sampler="", seed=0):
+    """A trained policy for your own code: action = policy(obs), in the environment's own units.
+
+    obs is one observation or a batch, as the environment gives it: an array, a tensor or a dict.
+    An array gives an array, anything else a tensor. sampler: empty is the run's own.
+    """
+    checkpoint = load_checkpoint(Args(evaluate=str(path)))
+    args = Args(**checkpoint["args"])
+    spaces = SimpleNamespace(spaces=checkpoint["spaces"], **checkpoint["spaces"])
+    agent = Agent(spaces, args)
+    agent.load_state_dict(checkpoint["agent"])
+    generator = torch.Generator().manual_seed(seed)
+    low = torch.tensor(spaces.action_low)
+    high = torch.tensor(spaces.action_high)
+
+    @torch.no_grad()
+    def policy(obs):
+        parts = obs if isinstance(obs, dict) else {"state": obs}
+        is_array = isinstance(obs, np.ndarray)
+        columns = []
+        for name, shape in spaces.obs_shapes.items():  # privileged_state, the critic's, is last
+            if name in parts:
+                part = torch.as_tensor(parts[name]).float().cpu()
+                is_single = part.dim() == len(shape)
+                columns.append(part.reshape(-1, math.prod(shape)))
+        flat = torch.cat(columns, dim=1)
+        missing = spaces.obs_dim - flat.shape[1]  # columns that only the critic looks at
+        flat = nn.functional.pad(flat, (0, missing))
+        normalized = agent.policy.normalizer(flat)
+        action = act(agent, normalized, sampler or args.eval_sampler, args, generator)
+        action = (low + high) / 2 + (high - low) / 2 * action.clamp(-1, 1)
+        action = action.reshape(-1, *spaces.action_shape)
+        action = action[0] if is_single else action
+        return action.numpy() if is_array else action
+
+    return policy
+
+
 def mean_of(episodes, name):
     """nan where there are no episodes, or where one does not tell"""
     return float(np.mean([episode[name] for episode in episodes])) if episodes else math.nan
@@ -845,6 +898,7 @@ def check_numbers(args, limits):
 def save_checkpoint(path, args, agent, progress, optimizers=(), generator=None):
     """Without optimizers and generator it can be evaluated, but not resumed."""
     state = dict(script=SCRIPT, args=asdict(args), agent=agent.state_dict(), progress=progress)
+    state["spaces"] = agent.spaces
     if generator is not None:
         state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
         state["generator"] = generator.get_state()
@@ -1015,11 +1069,13 @@ def main(argv=None):
         share_done = (iteration - 1) / num_iterations
         learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
         actor_optimizer.param_groups[0]["lr"] = learning_rate
+        kl_bound = args.kl_bound * (args.kl_bound_end / args.kl_bound) ** share_done
+        args_now = replace(args, kl_bound=kl_bound)
 
         data, obs = rollout(agent, envs, obs, args, generator)
         rollout_end = time.perf_counter()
         data = compute_targets(agent, data, args, generator)
-        metrics = update(agent, actor_optimizer, critic_optimizer, data, args, generator)
+        metrics = update(agent, actor_optimizer, critic_optimizer, data, args_now, generator)
         metrics = to_floats(metrics, agent)  # waits for the device
         update_end = time.perf_counter()
 
@@ -1045,7 +1101,8 @@ def main(argv=None):
             row[f"charts/episode_{name}"] = mean_of(episodes, name)
             row[f"eval/{name}"] = mean_of(eval_episodes, name)
         row |= metrics
-        text = f"KL {row['policy/kl']:.3f}/{args.kl_bound:g}"
+        row["policy/kl_bound"] = kl_bound
+        text = f"KL {row['policy/kl']:.3f}/{kl_bound:.2g}"
         text += f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
         log_row(run_dir, row, text, display)
 

@@ -310,6 +310,19 @@ class VecEnv:
         self.obs_dim = sum(sizes.values())
         self.actor_dim = self.obs_dim - sizes.get("privileged_state", 0)
         self.critic_start = self.actor_dim if "privileged_state" in sizes else 0
+        shapes = {name: [size] for name, size in sizes.items() if name != "privileged_state"}
+        if "privileged_state" in sizes:
+            shapes["privileged_state"] = [sizes["privileged_state"]]
+        self.spaces = {  # for load_policy
+            "obs_dim": self.obs_dim,
+            "actor_dim": self.actor_dim,
+            "critic_start": self.critic_start,
+            "action_dim": self.action_dim,
+            "obs_shapes": shapes,
+            "action_shape": [self.action_dim],
+            "action_low": [-1.0] * self.action_dim,
+            "action_high": [1.0] * self.action_dim,
+        }
         self.num_nonfinite = 0  # that collect has seen
         self.finished = []  # episodes that ended since pop_finished, as far as collect has looked
         self.pending = []  # ends of the steps that collect has not looked at

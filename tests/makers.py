@@ -35,6 +35,7 @@ def make_agent(args, action_dim=ACTION_DIM, actor_dim=5, critic_start=2, scale=0
         actor_dim=actor_dim,
         critic_start=critic_start,
         action_dim=action_dim,
+        spaces={},
     )
     agent = trudi.Agent(envs, args)
     last_layer = agent.critic.head[-1][-1]

@@ -178,6 +178,63 @@ class Uninstalled(Probe):
         raise gym.error.DependencyNotInstalled(sentence)
 
 
+class Dictionary(Clock):
+    """Its observation has parts, one of which is for the critic alone."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        part = gym.spaces.Box(-np.inf, np.inf, (2,))
+        square = gym.spaces.Box(-np.inf, np.inf, (2, 2))
+        spaces = {"privileged_state": part, "clock": square, "draw": part}
+        self.observation_space = gym.spaces.Dict(spaces)
+
+    def see(self):
+        clock = np.full((2, 2), self.t, np.float32)
+        draw = np.full(2, self.draw, np.float32)
+        return {"privileged_state": draw + 1, "clock": clock, "draw": draw}
+
+
+class Unbounded(Clock):
+    """One of its actions has no upper bound."""
+
+    high = np.array([3.0, np.inf], np.float32)
+
+
+class TupleObs(Clock):
+    """Observations in a tuple, which no network takes."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        part = gym.spaces.Box(-np.inf, np.inf, (2,))
+        self.observation_space = gym.spaces.Tuple([part, part])
+
+    def see(self):
+        return (np.zeros(2, np.float32), np.zeros(2, np.float32))
+
+
+class OldApi(Clock):
+    """Steps as gym did before 0.26."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated or truncated, info
+
+
+class WrongShape(Clock):
+    """Its observations are longer than it says."""
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return np.append(obs, 0.0).astype(np.float32), *rest
+
+
+class NoReward(Clock):
+    """Pays nothing at all: None."""
+
+    def pay(self):
+        return None
+
+
 gym.register("One-v0", Probe)
 gym.register("Endless-v0", Probe, kwargs={"length": 4, "terminates": False})
 gym.register("Late-v0", Late)
@@ -192,3 +249,9 @@ gym.register("BadStart-v0", Faulty, kwargs={"reset_fault": 0.5, "reset_value": n
 gym.register("Hopeless-v0", Hopeless)
 gym.register("Discrete-v0", Discrete)
 gym.register("Uninstalled-v0", Uninstalled)
+gym.register("Dict-v0", Dictionary)
+gym.register("Unbounded-v0", Unbounded)
+gym.register("Tuple-v0", TupleObs)
+gym.register("OldApi-v0", OldApi)
+gym.register("WrongShape-v0", WrongShape)
+gym.register("NoReward-v0", NoReward)

@@ -69,7 +69,7 @@ def run(*flags, code=0, script=trudi, curve=False):
     out = io.StringIO()
     err = io.StringIO()
     handlers = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         handlers[number] = signal.getsignal(number)
     got = 0
     try:

@@ -38,7 +38,8 @@ class Case(NamedTuple):
 
 def make_agent(script, args):
     """An agent away from its start."""
-    envs = SimpleNamespace(num_envs=B, obs_dim=OBS_DIM, actor_dim=3, critic_start=1, action_dim=A)
+    dims = dict(obs_dim=OBS_DIM, actor_dim=3, critic_start=1, action_dim=A)
+    envs = SimpleNamespace(num_envs=B, spaces={}, **dims)
     agent = script.Agent(envs, args)
     with torch.no_grad():
         for parameter in agent.parameters():

@@ -69,6 +69,7 @@ def fresh_agent(args, actor_dim=5, critic_start=2):
         actor_dim=actor_dim,
         critic_start=critic_start,
         action_dim=ACTION_DIM,
+        spaces={},
     )
     return Agent(envs, args)
 

@@ -73,7 +73,7 @@ def make_args(**changes):
 def make_agent(args, A=2, obs_dim=7, actor_dim=5, critic_start=2, scale=0.3):
     """An agent away from its start: every parameter is moved, and Q far from constant."""
     dims = dict(obs_dim=obs_dim, action_dim=A, actor_dim=actor_dim, critic_start=critic_start)
-    agent = Agent(SimpleNamespace(**dims), args)
+    agent = Agent(SimpleNamespace(spaces={}, **dims), args)
     torch.nn.init.zeros_(agent.critic.head[-1][-1].bias)
     perturb(agent.policy, scale)
     perturb(agent.critic, scale)
@@ -199,7 +199,7 @@ def test_sample_against_distributions():
 
 
 def test_untrained_policy_is_standard_normal():
-    envs = SimpleNamespace(obs_dim=7, critic_start=2, action_dim=4, actor_dim=5)
+    envs = SimpleNamespace(obs_dim=7, critic_start=2, action_dim=4, actor_dim=5, spaces={})
     agent = Agent(envs, make_args())
     noise = torch.randn(5000, 4)
     sample = sample_action(agent.policy, 5 * torch.randn(5000, 7), noise)

@@ -72,9 +72,8 @@ def four_algorithms(kind, settings=None, ppo_settings=None):
 def kl_variants():
     variants = []
     for bound in [0.01, 0.1, 0.2, 0.4, 1, 10, 50]:
-        variants.append(
-            Algorithm(f"trudi_kl{bound}", "trudi_continuous.py", {"kl_bound": bound}),
-        )
+        settings = {"kl_bound": bound, "kl_bound_end": bound}
+        variants.append(Algorithm(f"trudi_kl{bound}", "trudi_continuous.py", settings))
     return variants
 
 
@@ -213,9 +212,9 @@ GRIDS = {
         settings=CPU | {"total_timesteps": 16_384, "eval_points": 2, "eval_episodes": 2},
     ),
     "laptop": Grid(
-        summary="6 DMC tasks x 3 seeds x 1M steps on a CPU (two cores, overnight)",
+        summary="6 DMC tasks x 5 seeds x 1M steps on a CPU (two cores, four hours)",
         envs=LAPTOP_ENVS,
-        seeds=[1, 2, 3],
+        seeds=[1, 2, 3, 4, 5],
         algorithms=four_algorithms("continuous"),
         settings=CPU,
     ),

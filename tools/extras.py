@@ -153,8 +153,8 @@ def check_environment(env_id, kwargs):
 
     env = gymnasium.make(env_id, **kwargs)
     space = env.observation_space
-    parts = space.spaces.values() if isinstance(space, gymnasium.spaces.Dict) else [space]
-    for part in parts:
+    parts = space.spaces if isinstance(space, gymnasium.spaces.Dict) else {"state": space}
+    for part in parts.values():
         if not isinstance(part, gymnasium.spaces.Box):
             raise TypeError(f"it has {type(part).__name__} observations, not Box or a Dict of them")
     env.reset(seed=0)
@@ -163,8 +163,9 @@ def check_environment(env_id, kwargs):
     except ValueError as error:
         names = "obs, reward, terminated, truncated, info"
         raise TypeError(f"its step must return {names} ({error})") from error
-    expected = [part.shape for part in parts]
-    found = [np.shape(part) for part in (obs.values() if isinstance(obs, dict) else [obs])]
+    obs = obs if isinstance(obs, dict) else {"state": obs}
+    expected = {name: part.shape for name, part in parts.items()}
+    found = {name: np.shape(obs[name]) for name in expected if name in obs}
     if found != expected:
         raise TypeError(f"its step returns observations of shape {found}, not {expected}")
     env.close()
