@@ -220,9 +220,8 @@ def parse_args(argv=None):
 
 def check_args(args):
     """Refuse what cannot work, before anything starts."""
-    check_numbers(args, LIMITS)
     if extras:
-        extras.check_memory(args)
+        extras.check_numbers(args, LIMITS)
     if args.vmin >= args.vmax:
         stop("vmin must be below vmax")
     batch_size = args.num_envs * args.num_steps
@@ -647,14 +646,14 @@ def act(agent, obs, sampler, args, generator):
     if sampler == "ode":
         c = args.eval_score_scale
         embedded = policy.embed(obs)
-        x = policy.eta * policy.noise(len(obs), generator)[0]
+        x = policy.eta * policy.noise(obs.shape[0], generator)[0]
         for k, e in enumerate(policy.schedule):
             u = policy.control(embedded[k], x)
             score = u / 2 - x / policy.eta**2
             x = x + e * (x / policy.eta**2 + 2 * c * score)  # at c = 1 the SDE without noise
         return x.tanh()
     if sampler == "sde":
-        return sample_chain(policy, obs, policy.noise(len(obs), generator)).action
+        return sample_chain(policy, obs, policy.noise(obs.shape[0], generator)).action
     num = args.eval_best_of
     repeated = obs.repeat_interleave(num, dim=0)  # (E * num, O)
     action = sample_chain(policy, repeated, policy.noise(len(repeated), generator)).action
@@ -907,6 +906,14 @@ def evaluate(agent, envs, sampler, args, display=None):
     return [first_episodes[i] for i in sorted(first_episodes)]
 
 
+def make_agent(checkpoint):
+    """The trained agent of a checkpoint, without environments."""
+    spaces = checkpoint["spaces"]
+    agent = Agent(SimpleNamespace(spaces=spaces, **spaces), Args(**checkpoint["args"]))
+    agent.load_state_dict(checkpoint["agent"])
+    return agent
+
+
 def load_policy(path, sampler="", seed=0):
     """A trained policy for your own code: action = policy(obs), in the environment's own units.
 
@@ -915,30 +922,29 @@ def load_policy(path, sampler="", seed=0):
     """
     checkpoint = load_checkpoint(Args(evaluate=str(path)))
     args = Args(**checkpoint["args"])
-    spaces = SimpleNamespace(spaces=checkpoint["spaces"], **checkpoint["spaces"])
-    agent = Agent(spaces, args)
-    agent.load_state_dict(checkpoint["agent"])
+    agent = make_agent(checkpoint)
     generator = torch.Generator().manual_seed(seed)
-    low = torch.tensor(spaces.action_low)
-    high = torch.tensor(spaces.action_high)
+    spaces = checkpoint["spaces"]
+    low = torch.tensor(spaces["action_low"])
+    high = torch.tensor(spaces["action_high"])
 
     @torch.no_grad()
     def policy(obs):
         parts = obs if isinstance(obs, dict) else {"state": obs}
         is_array = isinstance(obs, np.ndarray)
         columns = []
-        for name, shape in spaces.obs_shapes.items():  # privileged_state, the critic's, is last
+        for name, shape in spaces["obs_shapes"].items():  # privileged_state, the critic's, is last
             if name in parts:
                 part = torch.as_tensor(parts[name]).float().cpu()
                 is_single = part.dim() == len(shape)
                 columns.append(part.reshape(-1, math.prod(shape)))
         flat = torch.cat(columns, dim=1)
-        missing = spaces.obs_dim - flat.shape[1]  # columns that only the critic looks at
+        missing = spaces["obs_dim"] - flat.shape[1]  # columns that only the critic looks at
         flat = nn.functional.pad(flat, (0, missing))
         normalized = agent.policy.normalizer(flat)
         action = act(agent, normalized, sampler or args.eval_sampler, args, generator)
         action = (low + high) / 2 + (high - low) / 2 * action.clamp(-1, 1)
-        action = action.reshape(-1, *spaces.action_shape)
+        action = action.reshape(-1, *spaces["action_shape"])
         action = action[0] if is_single else action
         return action.numpy() if is_array else action
 
@@ -988,20 +994,6 @@ def final_report(agent, args, run_dir, display=None):
 def stop(sentence, code=2):
     print(f"error: {sentence}", file=sys.stderr)
     raise SystemExit(code)
-
-
-def check_numbers(args, limits):
-    """Finite, and within their limits; what has none must be positive."""
-    for name, value in asdict(args).items():
-        if type(value) not in (int, float):
-            continue
-        low, high = limits.get(name, (None, math.inf))
-        too_small = value <= 0 if low is None else value < low
-        if too_small or value > high or not math.isfinite(value):
-            allowed = "positive" if low is None else f"at least {low:g}"
-            if high < math.inf:
-                allowed += f" and at most {high:g}"
-            stop(f"{name} must be {allowed}, not {value}")
 
 
 def save_checkpoint(path, args, agent, progress, optimizers=(), generator=None):

@@ -138,8 +138,19 @@ def refuse(sentence):
     raise SystemExit(2)
 
 
-def check_memory(args):
-    """Weights, gradients and Adam's two moments of about ten square layers, and the rollout."""
+def check_numbers(args, limits):
+    """Finite, and within their limits; what has none must be positive."""
+    for name, value in asdict(args).items():
+        if type(value) not in (int, float):
+            continue
+        low, high = limits.get(name, (None, math.inf))
+        too_small = value <= 0 if low is None else value < low
+        if too_small or value > high or not math.isfinite(value):
+            allowed = "positive" if low is None else f"at least {low:g}"
+            if high < math.inf:
+                allowed += f" and at most {high:g}"
+            refuse(f"{name} must be {allowed}, not {value}")
+    # weights, gradients and Adam's two moments of about ten square layers, and the rollout
     needed = 160 * args.hidden_size**2 + 1_000 * args.num_envs * args.num_steps
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
