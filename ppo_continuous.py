@@ -152,7 +152,8 @@ def parse_args(argv=None):
         backend, _ = choose_backend(given.env_id, given.backend, device)
         defaults = Args(**CPU_DEFAULTS) if device == "cpu" else Args()
     defaults = replace(defaults, backend=backend, device=device)
-    args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
+    examples = [line for line in __doc__.splitlines() if line.startswith("    python")]
+    args = tyro.cli(Args, args=argv, default=defaults, description="\n".join(examples))
     args.device = device
     if args.backend == "auto":
         args.backend = backend

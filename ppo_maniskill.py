@@ -166,7 +166,8 @@ def parse_args(argv=None):
         chosen = CPU_DEFAULTS if device == "cpu" else {}
         defaults = Args(**chosen, gamma=default_gamma(given.env_id))
     defaults = replace(defaults, backend=backend, device=device)
-    args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
+    examples = [line for line in __doc__.splitlines() if line.startswith("    python")]
+    args = tyro.cli(Args, args=argv, default=defaults, description="\n".join(examples))
     args.device = device
     if args.backend == "auto":
         args.backend = backend

@@ -189,7 +189,8 @@ def parse_args(argv=None):
         vmin, vmax = value_range(gamma)
         defaults = Args(**chosen, gamma=gamma, vmin=vmin, vmax=vmax)
     defaults = replace(defaults, backend=backend, device=device)
-    args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
+    examples = [line for line in __doc__.splitlines() if line.startswith("    python")]
+    args = tyro.cli(Args, args=argv, default=defaults, description="\n".join(examples))
     args.device = device
     if args.backend == "auto":
         args.backend = backend

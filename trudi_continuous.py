@@ -204,7 +204,8 @@ def parse_args(argv=None):
             chosen = chosen | CPU_OTHER_TASK
         defaults = Args(**chosen)
     defaults = replace(defaults, backend=backend, device=device)
-    args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
+    examples = [line for line in __doc__.splitlines() if line.startswith("    python")]
+    args = tyro.cli(Args, args=argv, default=defaults, description="\n".join(examples))
     args.device = device
     if args.backend == "auto":
         args.backend = backend

@@ -284,3 +284,11 @@ def test_track_without_a_login(tmp_path, monkeypatch):
     err = run(*TINY, *CLOCK, "--run-dir", tmp_path / "run", "--track", code=2).err
     assert "wandb login" in err.splitlines()[-1]
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+@every_script
+def test_help_fits_a_terminal(script, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    out = run("--help", script=script).out
+    assert max(len(line) for line in out.splitlines()) <= 100
+    assert "default: None" not in out and f"python {script.SCRIPT}.py --resume" in out

@@ -3,9 +3,10 @@
     python tools/record.py runs/FOLDER                          # runs/FOLDER/best.pt
     python tools/record.py runs/FOLDER --checkpoint policy.pt --episodes 3 --out video.gif
 
-Tasks are simulated and drawn by Gymnasium, those of ManiSkill by its simulator of one environment.
-MuJoCo needs OpenGL: without a display it draws by EGL, or by what MUJOCO_GL names.
-ManiSkill needs Vulkan. Ids that only EnvPool or Playground has cannot be filmed yet.
+A task is simulated and drawn by what trained it, EnvPool or Gymnasium, and one of ManiSkill by its
+simulator of one environment. Playground's tasks cannot be filmed yet.
+MuJoCo needs OpenGL: without a display it draws by EGL, or by what MUJOCO_GL names (egl, osmesa).
+ManiSkill needs Vulkan.
 A long episode is shown in fast motion: the film has at most 250 pictures, 20 a second.
 """
 
@@ -35,9 +36,10 @@ class Film:
         self.num_seen = 0
         self.stride = 1
 
-    def add(self, frame):
+    def add(self, draw):
+        """draw makes the picture; it is called for those that are kept."""
         if self.num_seen % self.stride == 0:
-            self.frames.append(frame)
+            self.frames.append(draw())
         self.num_seen += 1
         if len(self.frames) > MAX_FRAMES:
             self.frames = self.frames[::2]
@@ -80,15 +82,17 @@ def make_env(script, args):
     if hasattr(script, "import_tasks"):  # ManiSkill
         script.import_tasks(args.env_module)
         args.backend = "physx_cpu"
-    else:
-        args.backend = "gymnasium"
+    elif args.backend == "envpool":
+        import mujoco
+
+        mujoco.GLContext(480, 480).make_current()  # EnvPool draws into this context
     seed = 10_007 * args.seed + 5_000  # of the first environment of the final evaluation
     return script.VecEnv(args, 1, seed, render_mode="rgb_array")
 
 
 def picture(envs):
     """What the environment looks like now, (height, width, 3)"""
-    frame = envs.env.render()[0]
+    frame = envs.env.render()[0]  # EnvPool draws its first environment, Gymnasium all
     return np.array(frame, dtype=np.uint8)
 
 
@@ -100,7 +104,7 @@ def film(script, agent, envs, args, num_episodes):
     generator = torch.Generator().manual_seed(args.seed)
     obs = envs.reset()
     while len(episodes) < num_episodes:
-        reel.add(picture(envs))
+        reel.add(lambda: picture(envs))
         normalized = agent.policy.normalizer(obs)
         action = script.act(agent, normalized, args.eval_sampler, args, generator)
         obs, *_ = envs.step(action)
@@ -129,9 +133,10 @@ def main(argv=None):
     args = script.Args(**checkpoint["args"])
     args.device = "cpu"
     out = options.out or options.run / "video.gif"
-    hint = ""
-    if args.backend in ("envpool", "playground"):
-        hint = f"; {args.backend}, which trained it, cannot be filmed yet"
+    hint = f"; MUJOCO_GL is {os.environ.get('MUJOCO_GL')}"
+    hint += ": on Debian `apt install libegl1 libgl1-mesa-dri` brings EGL"
+    if args.backend == "playground":
+        stop(f"{args.env_id} was trained by Playground, which cannot be filmed yet", code=2)
     elif args.backend.startswith("physx"):
         hint = "; ManiSkill draws with a Vulkan driver, see docs/maniskill.md"
     try:
