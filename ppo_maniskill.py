@@ -683,7 +683,7 @@ def update(agent, optimizer, data, args, generator):
 # --- shared: evaluation ---
 @torch.no_grad()
 def evaluate(agent, envs, sampler, args, display=None):
-    """The first episode of each environment, by the given sampler; none if the run shall end."""
+    """The first episode of each environment; an empty list if a signal asked the run to end."""
     generator = torch.Generator(envs.device).manual_seed(args.seed)
     obs = envs.reset()
     first_episodes = {}
@@ -713,7 +713,10 @@ def load_policy(path, sampler="", seed=0):
     obs is one observation or a batch, as the environment gives it: an array, a tensor or a dict.
     An array gives an array, anything else a tensor. sampler: empty is the run's own.
     """
-    checkpoint = load_checkpoint(Args(evaluate=str(path)))
+    try:
+        checkpoint = load_checkpoint(Args(evaluate=str(path)))
+    except SystemExit:
+        raise ValueError(f"{path} is not a checkpoint of {SCRIPT}.py") from None
     args = Args(**checkpoint["args"])
     agent = make_agent(checkpoint)
     generator = torch.Generator().manual_seed(seed)
@@ -726,13 +729,16 @@ def load_policy(path, sampler="", seed=0):
         parts = obs if isinstance(obs, dict) else {"state": obs}
         is_array = isinstance(obs, np.ndarray)
         columns = []
-        for name, shape in spaces["obs_shapes"].items():  # privileged_state, the critic's, is last
-            if name in parts:
-                part = torch.as_tensor(parts[name]).float().cpu()
-                is_single = part.dim() == len(shape)
-                columns.append(part.reshape(-1, math.prod(shape)))
+        for name, shape in spaces["obs_shapes"].items():  # privileged_state, if any, is the last
+            if name == "privileged_state" and name not in parts:
+                break
+            part = torch.as_tensor(parts[name]).float().cpu()
+            if list(part.shape[part.dim() - len(shape) :]) != shape:
+                raise ValueError(f"{name} has the shape {list(part.shape)}, not {shape}")
+            is_single = part.dim() == len(shape)
+            columns.append(part.reshape(-1, math.prod(shape)))
         flat = torch.cat(columns, dim=1)
-        missing = spaces["obs_dim"] - flat.shape[1]  # columns that only the critic looks at
+        missing = spaces["obs_dim"] - flat.shape[1]  # columns of the critic, for best-of-k
         flat = nn.functional.pad(flat, (0, missing))
         normalized = agent.policy.normalizer(flat)
         action = act(agent, normalized, sampler or args.eval_sampler, args, generator)
@@ -773,7 +779,10 @@ def final_report(agent, args, run_dir, display=None):
         if table[sampler]["broken"] > 0:
             line += f"   {table[sampler]['broken']} ended by a non-finite step"
         print(line)
-    name = f"eval_{Path(args.evaluate).stem}.json" if args.evaluate else "eval.json"
+    name = "eval.json"
+    if args.evaluate:
+        path = Path(args.evaluate)
+        name = f"eval_{'checkpoint' if path.is_dir() else path.stem}.json"
     try:
         (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
         os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json means: finished
@@ -829,6 +838,7 @@ def load_checkpoint(given):
     if given.resume and "optimizers" not in checkpoint:
         stop(f"{path} holds a policy without its optimizers: --resume needs checkpoint.pt")
     checkpoint["folder"] = path.parent
+    checkpoint["modified"] = path.stat().st_mtime_ns
     return checkpoint
 
 
@@ -868,8 +878,11 @@ def start_run(args, checkpoint):
         args_file = (run_dir / "args.json").open("a+")
         if extras:
             extras.lock(args_file)
-        if not checkpoint and (run_dir / "checkpoint.pt").exists():
+        saved = run_dir / "checkpoint.pt"
+        if not checkpoint and saved.exists():
             stop(f"{run_dir} already holds a run; --resume {run_dir} goes on with it")
+        if checkpoint and saved.stat().st_mtime_ns != checkpoint["modified"]:
+            stop(f"another run has just written {saved}: start again")
         args_file.truncate(0)
         args_file.write(json.dumps(about, indent=1))
         args_file.flush()
@@ -948,7 +961,7 @@ def main(argv=None):
     state = (args, agent, progress, optimizers, generator)
     save_checkpoint(run_dir / "checkpoint.pt", *state)
     total = num_iterations * batch_size
-    display = extras.Display(run_dir, args, progress["step"], total) if extras else None
+    display = extras.Display(run_dir, args, progress, total) if extras else None
 
     # training loop
     earlier_nonfinite = progress["nonfinite"]
@@ -968,6 +981,7 @@ def main(argv=None):
         evaluated = iteration in eval_iterations
         if evaluated:
             eval_episodes = evaluate(agent, eval_envs, args.eval_sampler, args, display)
+            evaluated = len(eval_episodes) > 0
         eval_end = time.perf_counter()
         progress["step"] = iteration * batch_size
         progress["elapsed"] += eval_end - start

@@ -180,12 +180,13 @@ def test_lines_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "5")
     extras.print_line("passing", stays=False)
     extras.print_line("staying", stays=True)
-    assert capsys.readouterr().out == "\rpass\033[K\rstay\033[K\n"
+    assert capsys.readouterr().out == "\rpass\033[K\rstaying\033[K\n"
 
 
 def display(tmp_path, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return extras.Display(tmp_path, trudi.Args(seed=7), 0, 1_000)
+    progress = {"step": 0, "nonfinite": 0}
+    return extras.Display(tmp_path, trudi.Args(seed=7), progress, 1_000)
 
 
 def test_display_shows_rows_and_keeps_the_newest_values(tmp_path, monkeypatch, capsys):

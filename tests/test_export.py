@@ -72,7 +72,7 @@ def test_onnx(script, folders, tmp_path):
 def test_torch_export(folders, tmp_path):
     folder = folders(trudi)
     out = tmp_path / "policy.pt2"
-    export.main([str(folder / "policy.pt"), "--format", "pt2", "--out", str(out)])
+    export.main([str(folder / "policy.pt"), "--out", str(out)])
     module = torch.export.load(out).module()
     obs, noise = inputs_for(trudi, "ode", 5)
     expected = expected_actions(trudi, folder, "ode", obs, noise)

@@ -90,3 +90,15 @@ def test_dictionaries(script, runs):
     policy = script.load_policy(folder, SAMPLERS[script][0], seed=3)
     without = {name: obs[name] for name in reversed(shapes) if name != "privileged_state"}
     torch.testing.assert_close(policy(without), full)
+
+
+@every_script
+def test_what_does_not_fit_is_refused(script, runs, tmp_path):
+    folder = runs(script, ["--env-id", "probe_envs:Dict-v0"])
+    policy = script.load_policy(folder)
+    with pytest.raises(KeyError):
+        policy({"draw": np.zeros(2)})  # a part is missing
+    with pytest.raises(ValueError, match="clock has the shape"):
+        policy({"draw": np.zeros(2), "clock": np.zeros((4, 2, 3))})
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        script.load_policy(tmp_path / "nothing.pt")

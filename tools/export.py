@@ -2,11 +2,11 @@
 
     python tools/export.py runs/FOLDER                           # runs/FOLDER/policy.onnx
     python tools/export.py runs/FOLDER/best.pt --sampler sde --out walker.onnx
-    python tools/export.py runs/FOLDER --format pt2              # for torch.export.load
+    python tools/export.py runs/FOLDER --out policy.pt2          # for torch.export.load
 
-Inputs: obs (B, O), flat observations as the environment gives them; and noise, standard normal,
-where the sampler needs some. Output: action (B, A), in the environment's own units. The normalizer
-and the scaling of the actions are inside.
+Inputs: obs (B, O), observations as the environment gives them, flat and without privileged_state;
+and noise, standard normal, where the sampler needs some. Output: action (B, A), in the
+environment's own units. The normalizer and the scaling of the actions are inside.
 
     sampler           noise
     ode               (1, B, A)      TruDi: the start of the probability flow
@@ -43,8 +43,10 @@ class Exported(nn.Module):
         self.args = script.Args(**checkpoint["args"])
         self.agent = script.make_agent(checkpoint)
         self.sampler = sampler
-        low = torch.tensor(checkpoint["spaces"]["action_low"])
-        high = torch.tensor(checkpoint["spaces"]["action_high"])
+        spaces = checkpoint["spaces"]
+        self.num_privileged = spaces["obs_dim"] - spaces["actor_dim"]
+        low = torch.tensor(spaces["action_low"])
+        high = torch.tensor(spaces["action_high"])
         self.register_buffer("center", (high + low) / 2)
         self.register_buffer("halfwidth", (high - low) / 2)
 
@@ -61,6 +63,7 @@ class Exported(nn.Module):
 
     def forward(self, obs, noise=None):
         policy = self.agent.policy
+        obs = nn.functional.pad(obs, (0, self.num_privileged))  # which only the critic looks at
         policy.noise = lambda batch_size, generator: noise  # instead of drawing it
         action = self.script.act(self.agent, policy.normalizer(obs), self.sampler, self.args, None)
         return self.center + self.halfwidth * action.clamp(-1, 1)
@@ -68,7 +71,7 @@ class Exported(nn.Module):
 
 def example_inputs(exported, checkpoint):
     """-> inputs, names of their dynamic dimensions"""
-    obs = torch.randn(EXAMPLE_BATCH, checkpoint["spaces"]["obs_dim"])
+    obs = torch.randn(EXAMPLE_BATCH, checkpoint["spaces"]["actor_dim"])
     batch = torch.export.Dim("batch")
     shape = exported.noise_shape(EXAMPLE_BATCH)
     if shape is None:
@@ -106,8 +109,9 @@ def parse_args(argv):
     )
     parser.add_argument("run", type=Path, help="a run's folder (its policy.pt), or a checkpoint")
     parser.add_argument("--sampler", default="", help="otherwise the run's own")
-    parser.add_argument("--format", choices=["onnx", "pt2"], default="onnx")
-    parser.add_argument("--out", type=Path, help="file to write; otherwise beside the checkpoint")
+    parser.add_argument(
+        "--out", type=Path, help="file to write, .onnx or .pt2; otherwise policy.onnx"
+    )
     return parser.parse_args(argv)
 
 
@@ -119,7 +123,7 @@ def main(argv=None):
     known = [name for name in script.SAMPLERS if name != "best-of-k"]
     if sampler not in known:
         record.stop(f"--sampler {sampler}: choose one of {', '.join(known)}", code=2)
-    out = options.out or path.with_suffix(f".{options.format}")
+    out = options.out or path.with_suffix(".onnx")
     if out.suffix not in (".onnx", ".pt2"):
         record.stop(f"--out {out} must end in .onnx or .pt2", code=2)
     try:
@@ -127,7 +131,7 @@ def main(argv=None):
     except ImportError as error:
         record.stop(f"ONNX needs `pip install onnx onnxscript` ({error})", code=2)
     except OSError as error:
-        record.stop(f"cannot write {out}: {error.strerror}", code=1)
+        record.stop(f"cannot write {out}: {error}", code=1)
     print(f"saved {out}: sampler {sampler}, {out.stat().st_size / 1e6:.1f} MB")
 
 

@@ -15,6 +15,7 @@ import fcntl
 import importlib.metadata
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,16 +33,17 @@ PACKAGES += ("playground", "mujoco-mjx", "jax")
 class Display:
     """What a person sees of a run while it trains."""
 
-    def __init__(self, run_dir, args, step, total_timesteps):
-        drop_rows_after(run_dir / "metrics.csv", step)
+    def __init__(self, run_dir, args, progress, total_timesteps):
+        drop_rows_after(run_dir / "metrics.csv", progress["step"])
         self.run_dir = run_dir
         self.args = args
         self.total = total_timesteps
         self.newest = {"charts/episode_return": "-", "eval/return": "-"}
-        self.nonfinite = 0  # non-finite steps up to the last row
+        self.nonfinite = progress["nonfinite"]  # non-finite steps up to the last row
         self.stop_signal = 0  # number of the signal that asks the run to end
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self.receive)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
+                signal.signal(number, self.receive)
         self.say(f"settings other than the defaults for a GPU: {changed_settings(args)}")
         self.wandb = None
         if args.track:
@@ -55,12 +57,12 @@ class Display:
             os.write(sys.stderr.fileno(), sentence.encode())  # print must not be called here
 
     def say(self, line, stays=True):
-        """Print a line. A reader that closed its pipe, such as head, ends the run."""
+        """Print a line. Where nobody can read it any more, as after `| head -1`, the run ends."""
         try:
             print_line(line, stays)
-        except BrokenPipeError:
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.stop_signal = signal.SIGPIPE
+            self.stop_signal = self.stop_signal or signal.SIGPIPE
 
     def after_checkpoint(self, evaluated, stopping):
         if evaluated:
@@ -71,7 +73,7 @@ class Display:
     def stop(self):
         """After the checkpoint is saved: say how to go on and end."""
         name = signal.Signals(self.stop_signal).name
-        print(f"\nstopped by {name}; go on with --resume {self.run_dir}")
+        self.say(f"\nstopped by {name}; go on with --resume {self.run_dir}")
         raise SystemExit(128 + self.stop_signal)
 
     def show(self, row, text):
@@ -112,11 +114,12 @@ class Display:
 
 def unused(path):
     """A new folder: PATH, or PATH-2 and so on where another run began in the same second."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     folder = path
     number = 1
     while True:
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             number += 1
@@ -209,8 +212,8 @@ def print_line(line, stays):
     """On a terminal a line that renews itself; elsewhere only the lines that stay."""
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns - 1
-        end = "\n" if stays else ""
-        print(f"\r{line[:width]}\033[K", end=end, flush=True)
+        line = line if stays else line[:width]
+        print(f"\r{line}\033[K", end="\n" if stays else "", flush=True)
     elif stays:
         print(line, flush=True)
 
@@ -236,9 +239,10 @@ def import_wandb():
 
 
 def start_tracking(run_dir, args):
-    """A run that is resumed goes on as the same wandb run."""
+    """A run that is resumed goes on as the same wandb run: its id is the folder's name."""
     wandb = import_wandb()
-    return wandb.init(name=run_dir.name, config=asdict(args), dir=str(run_dir), resume="auto")
+    settings = dict(name=run_dir.name, config=asdict(args), dir=str(run_dir))
+    return wandb.init(id=re.sub(r"[^\w.-]", "_", run_dir.name), resume="allow", **settings)
 
 
 def draw_curve(metrics_path, title):
