@@ -375,6 +375,19 @@ def test_every_task_trains(script, task):
     assert " steps/s\n" in shown
 
 
+@pytest.mark.parametrize("script", [trudi, reppo], ids=lambda script: script.SCRIPT)
+def test_the_critics_range_follows_from_gamma(script):
+    """Rewards in [0, 1]: values in [0, 1 / (1 - gamma)], with room on both sides."""
+    for flags, expected in (
+        ([], (0.8, -2, 8)),
+        (["--gamma", "0.9"], (0.9, -4, 16)),
+        (["--gamma", "0.9", "--vmin", "-3"], (0.9, -3, 16)),
+        (["--env-id", "TwoRobotPickCube-v1"], (0.9, -4, 16)),
+    ):
+        args, _ = script.parse_args(["--device", "cpu", *flags])
+        assert (args.gamma, args.vmin, args.vmax) == pytest.approx(expected)
+
+
 # --- whole runs ---
 
 
@@ -408,9 +421,26 @@ def test_train(trained):
     assert list(result) == list(trained.script.SAMPLERS)
     for sampler in result.values():
         assert len(sampler["returns"]) == 2 and sampler["length"] == 50
-        assert set(sampler) == {"mean", "std", *trained.script.EPISODE_METRICS[1:], "returns"}
+        names = {"mean", "std", "returns", "broken", *trained.script.EPISODE_METRICS[1:]}
+        assert set(sampler) == names
     about = json.loads((trained.folder / "args.json").read_text())
     assert about["mani-skill"] == "3.0.1" and about["suite"] == "ManiSkill"
+
+
+@pytest.mark.slow
+def test_load_policy(trained):
+    """Raw observations in, the robot's own actions out."""
+    script = trained.script
+    policy = script.load_policy(trained.folder)
+    checkpoint = torch.load(trained.folder / "policy.pt", weights_only=True)
+    args = script.Args(**checkpoint["args"])
+    envs = script.make_envs(args, 2, seed=3)
+    obs = envs.reset()
+    action = policy(obs)
+    assert action.shape == (2, envs.action_dim)
+    low = envs.action_center - envs.action_halfwidth
+    assert (action >= low).all() and (action <= low + 2 * envs.action_halfwidth).all()
+    assert policy(obs[0]).shape == (envs.action_dim,)
 
 
 @pytest.mark.slow
