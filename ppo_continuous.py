@@ -152,8 +152,9 @@ def parse_args(argv=None):
         backend, _ = choose_backend(given.env_id, given.backend, device)
         defaults = Args(**CPU_DEFAULTS) if device == "cpu" else Args()
     defaults = replace(defaults, backend=backend, device=device)
-    examples = [line for line in __doc__.splitlines() if line.startswith("    python")]
-    args = tyro.cli(Args, args=argv, default=defaults, description="\n".join(examples))
+    if extras and {"-h", "--help"} & set(argv):
+        extras.print_help(Args, defaults, __doc__)
+    args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
     args.device = device
     if args.backend == "auto":
         args.backend = backend

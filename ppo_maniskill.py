@@ -166,8 +166,9 @@ def parse_args(argv=None):
         chosen = CPU_DEFAULTS if device == "cpu" else {}
         defaults = Args(**chosen, gamma=default_gamma(given.env_id))
     defaults = replace(defaults, backend=backend, device=device)
-    examples = [line for line in __doc__.splitlines() if line.startswith("    python")]
-    args = tyro.cli(Args, args=argv, default=defaults, description="\n".join(examples))
+    if extras and {"-h", "--help"} & set(argv):
+        extras.print_help(Args, defaults, __doc__)
+    args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
     args.device = device
     if args.backend == "auto":
         args.backend = backend

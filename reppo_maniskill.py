@@ -189,8 +189,9 @@ def parse_args(argv=None):
         vmin, vmax = value_range(gamma)
         defaults = Args(**chosen, gamma=gamma, vmin=vmin, vmax=vmax)
     defaults = replace(defaults, backend=backend, device=device)
-    examples = [line for line in __doc__.splitlines() if line.startswith("    python")]
-    args = tyro.cli(Args, args=argv, default=defaults, description="\n".join(examples))
+    if extras and {"-h", "--help"} & set(argv):
+        extras.print_help(Args, defaults, __doc__)
+    args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
     args.device = device
     if args.backend == "auto":
         args.backend = backend

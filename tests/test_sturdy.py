@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -287,8 +288,10 @@ def test_track_without_a_login(tmp_path, monkeypatch):
 
 
 @every_script
-def test_help_fits_a_terminal(script, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+def test_help_fits_a_terminal(script):
+    """In the groups of Args, with an example of each way to start."""
     out = run("--help", script=script).out
     assert max(len(line) for line in out.splitlines()) <= 100
     assert "default: None" not in out and f"python {script.SCRIPT}.py --resume" in out
+    headings = [line for line in out.splitlines() if re.fullmatch(r"\w[\w ]*:", line)]
+    assert headings[:2] == ["run:", "rollout and optimization:"] and headings[-1] == "evaluation:"

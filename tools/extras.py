@@ -13,6 +13,7 @@ import csv
 import difflib
 import fcntl
 import importlib.metadata
+import inspect
 import math
 import os
 import re
@@ -20,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -61,7 +63,7 @@ class Display:
         try:
             print_line(line, stays)
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            be_quiet()
             self.stop_signal = self.stop_signal or signal.SIGPIPE
 
     def after_checkpoint(self, evaluated, stopping):
@@ -110,6 +112,52 @@ class Display:
             draw_curve(self.run_dir / "metrics.csv", title)
         except Exception as error:  # a full disk, or matplotlib
             self.say(f"warning: curve.png could not be drawn: {error}")
+
+
+def print_help(args_class, defaults, docstring):
+    """Every setting with its comment and its default on this machine, in the groups of Args."""
+    shown = [line for line in docstring.splitlines() if line.startswith("    python")]
+    comments = []
+    previous = ""
+    for line in inspect.getsource(args_class).splitlines():
+        field = re.match(r"    (\w+): (.+?) = ", line)
+        comment = re.search(r"(?:^    |  )# (.+)", line)
+        if comment and not field and previous == "":
+            shown.append(f"\n{comment[1]}:")
+        elif comment:
+            comments.append(comment[1])
+        if field:
+            default = getattr(defaults, field[1])
+            shown.append(describe_setting(field[1], field[2], " ".join(comments), default))
+            comments = []
+        previous = line.strip()
+    try:
+        print("\n".join(shown), flush=True)
+    except BrokenPipeError:
+        be_quiet()
+    raise SystemExit(0)
+
+
+def describe_setting(name, kind, explanation, default):
+    flag = "--" + name.replace("_", "-")
+    if kind == "bool":
+        flag += f", --no-{flag[2:]}"
+    elif kind.startswith("Literal"):
+        flag += " " + "|".join(re.findall(r'"(.*?)"', kind))
+    else:
+        flag += f" {kind.upper()}"
+    shown = "''" if default == "" else default
+    text = f"{explanation} (default: {shown})"
+    indent = " " * 34
+    wrapped = textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent)
+    if len(flag) > 30:
+        return f"  {flag}\n{wrapped}"
+    return f"  {flag:<32}{wrapped.lstrip()}"
+
+
+def be_quiet():
+    """Nobody reads what this process prints any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def unused(path):
