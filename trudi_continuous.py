@@ -277,7 +277,7 @@ def make_envs(args, num_envs, seed, **kwargs):
         return VecEnv(args, num_envs, seed, **kwargs)
     except Exception as error:  # an unknown id, or a package that is missing
         reason = " ".join(str(error).split()).rstrip(".")
-        hint = extras.close_ids(args.env_id) if extras else ""
+        hint = extras.close_ids(args.env_id, args.backend) if extras else ""
         return stop(f"{args.backend} cannot make {args.env_id}: {reason}{hint}")
 
 

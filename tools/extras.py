@@ -329,20 +329,25 @@ def describe_machine(args):
     return about
 
 
-def close_ids(env_id, known=()):
-    """The end of a sentence about an unknown environment: what else could have been meant."""
+def close_ids(env_id, backend="", known=()):
+    """The end of a sentence about an environment that a backend could not make.
+
+    What else could have been meant; nothing where the backend knows the id.
+    """
     import gymnasium
 
-    known = {*known, *gymnasium.registry}
     hint = ""
+    ids = {"gymnasium": set(gymnasium.registry), "envpool": set()}
     try:
         import envpool
 
-        known.update(envpool.list_all_envs())
+        ids["envpool"] = set(envpool.list_all_envs())
     except ImportError:
         hint = " (EnvPool is missing: pip install envpool==1.2.5)"
-    known.discard(env_id)
-    close = ", ".join(difflib.get_close_matches(env_id, known, 4)) or "none"
+    if env_id.split(":")[-1] in ids.get(backend, ()):
+        return ""
+    others = {*known, *ids["gymnasium"], *ids["envpool"]} - {env_id}
+    close = ", ".join(difflib.get_close_matches(env_id, others, 4)) or "none"
     return f"{hint}; the closest known ids: {close}"
 
 
