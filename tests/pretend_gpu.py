@@ -98,11 +98,18 @@ class DeviceGenerator(torch.Generator):
         return self.place
 
 
+def pretended(x):
+    """CUDA, as a device or by its name, is the pretend GPU."""
+    is_cuda = x == "cuda" if isinstance(x, str) else getattr(x, "type", None) == "cuda"
+    return DEVICE if is_cuda else x
+
+
 class MoveTensors(TorchFunctionMode):
     """torch.tensor and torch.as_tensor move data below the dispatcher; here they do so above it."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
+        args = tree_map(pretended, args)
+        kwargs = tree_map(pretended, dict(kwargs or {}))
         if func not in (torch.tensor, torch.as_tensor) or kwargs.get("device") is None:
             return func(*args, **kwargs)
         device = torch.device(kwargs.pop("device"))

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from pretend_gpu import DEVICE, DeviceGenerator, pretend
-from run_helpers import ROOT
+from run_helpers import BATCH, ROOT, run, steps, train
 
 CONTINUOUS = ["trudi_continuous", "reppo_continuous", "ppo_continuous"]
 MANISKILL = ["trudi_maniskill", "reppo_maniskill", "ppo_maniskill"]
@@ -150,3 +150,24 @@ def test_faults_are_found(fault, tmp_path, monkeypatch):
             assert "two devices" in str(error)
         else:
             assert gpu.waits
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_a_whole_run_and_then_without_the_gpu(name, tmp_path):
+    """Train, evaluate and save there; evaluate and resume on a machine without it, and back."""
+    script = load(name)
+    folder = tmp_path / "run"
+    more = ["--total-timesteps", 4 * BATCH]
+    with pretend(script):
+        train(folder, "--device", "cuda", "--backend", "gymnasium", script=script)
+        run("--evaluate", folder / "best.pt", script=script)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert saved["args"]["device"] == "cuda"
+    run("--evaluate", folder / "policy.pt", script=script)
+    action = script.load_policy(folder / "policy.pt")(torch.zeros(3, 4))
+    assert action.shape == (3, 2) and action.device.type == "cpu"
+    out = run("--resume", folder, *more, script=script).out
+    assert "on cpu" in out and steps(folder) == [BATCH, 2 * BATCH, 3 * BATCH, 4 * BATCH]
+    with pretend(script):
+        run("--resume", folder, "--total-timesteps", 5 * BATCH, script=script)
+    assert steps(folder)[-1] == 5 * BATCH
