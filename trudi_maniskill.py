@@ -214,7 +214,7 @@ def parse_args(argv=None):
 def value_range(gamma):
     """Rewards in [0, 1] have values in [0, 1 / (1 - gamma)]; entropy needs room on both sides."""
     largest_value = 1 / max(1 - gamma, 1e-3)
-    return -0.4 * largest_value, 1.6 * largest_value
+    return round(-0.4 * largest_value, 3), round(1.6 * largest_value, 3)
 
 
 def check_args(args):
