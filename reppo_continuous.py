@@ -82,7 +82,7 @@ class Args:
     policy_delay: int = 1  # critic steps per step of the policy and the duals
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
     actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
-    dual_learning_rate: float = 1e-2  # Adam's learning rate for alpha and lambda
+    dual_learning_rate: float = 3e-4  # Adam's learning rate for alpha and lambda
     anneal: float = 0.0  # actor_learning_rate falls linearly by this share: 1 is to zero
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
@@ -124,6 +124,7 @@ CPU_DEFAULTS = dict(
     hidden_size=128,
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
+    dual_learning_rate=1e-2,
     anneal=1.0,
     max_grad_norm=100.0,
     kl_bound=0.3,
@@ -145,6 +146,7 @@ CPU_OTHER_TASK = dict(
     policy_delay=1,
     learning_rate=3e-4,
     actor_learning_rate=3e-4,
+    dual_learning_rate=3e-4,
     anneal=0.0,
     max_grad_norm=0.5,
     kl_bound=0.1,
