@@ -217,11 +217,13 @@ def test_actions_are_rescaled_to_the_bounds():
     assert [float(env.unwrapped.last_u) for env in envs.env.envs] == [-2.0, 0.5, 2.0]
 
 
-def test_unbounded_actions_pass_unchanged():
+def test_unbounded_actions_are_refused(capsys):
+    """Half-bounded ones, too: there is no scale that [-1, 1] could stand for."""
     wide = np.full(1, np.inf, np.float32)
-    envs = make("gymnasium", CLOCK, 2, low=-wide, high=wide, size=3)
-    obs, *_ = envs.step(torch.tensor([[0.3], [-1.0]]))
-    assert obs[:, 2].tolist() == pytest.approx([0.3, -1.0])
+    for high in (wide, np.ones(1, np.float32)):
+        with pytest.raises(SystemExit) as end:
+            make("gymnasium", CLOCK, 2, low=-wide, high=high, size=3)
+        assert end.value.code == 2 and "bounds" in capsys.readouterr().err
 
 
 def flat(obs):

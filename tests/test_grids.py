@@ -19,7 +19,7 @@ from tools import benchmark, plot
 ROOT = Path(__file__).parents[1]
 NUM_RUNS = {
     "smoke": 2 * 4,
-    "laptop": 6 * 3 * 4,
+    "laptop": 6 * 5 * 4,
     "paper-dmc": 20 * 10 * 4,
     "paper-humanoid": 4 * 10 * 4,
     "paper-maniskill": 13 * 10 * 4,
@@ -298,7 +298,7 @@ def test_workers(workers, grid):
             grid.wish(f"trudi/{env}_1", "meet")  # does not end before a third run starts
     flags = ["--envs", "CheetahRun-v1,FingerSpin-v1", "--only", "trudi"]
     grid.run("laptop", *flags, "--workers", str(workers))
-    assert len(grid.starts()) == 6
+    assert len(grid.starts()) == 10
     assert most_at_once(grid.calls()) == workers
 
 
@@ -504,7 +504,7 @@ def test_slurm_submit(grid):
         (["laptop", "--seeds", "1,x"], "--seeds must be numbers, not x"),
         (["laptop", "--only", "sac"], "--only sac names none"),
         (["laptop", "--submit"], "--submit goes with --slurm"),
-        (["laptop", "--task", "72"], "--task must be a number below 72"),
+        (["laptop", "--task", "120"], "--task must be a number below 120"),
     ],
 )
 def test_bad_input_is_one_sentence(flags, words, grid):

@@ -1,0 +1,173 @@
+"""What only a CUDA machine would show: tensors on two devices, and waits of the host."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+from pretend_gpu import DEVICE, DeviceGenerator, pretend
+from run_helpers import BATCH, ROOT, run, steps, train
+
+CONTINUOUS = ["trudi_continuous", "reppo_continuous", "ppo_continuous"]
+MANISKILL = ["trudi_maniskill", "reppo_maniskill", "ppo_maniskill"]
+CASES = [(name, {}) for name in CONTINUOUS + MANISKILL]
+CASES += [(name, {"normalize_reward": True}) for name in CONTINUOUS + MANISKILL]
+CASES += [("trudi_continuous", {"trust_region": "none"}), ("trudi_continuous", {"kl_samples": 3})]
+CASES += [("trudi_continuous", {"policy_delay": 3}), ("reppo_continuous", {"trust_region": "none"})]
+CASES += [("ppo_continuous", {"objective": "spo"}), ("ppo_continuous", {"schedule": "linear"})]
+
+
+class Envs:
+    """VecEnv's contract, with every tensor on the device and columns that only the critic sees."""
+
+    def __init__(self):
+        self.num_envs = 6
+        self.device = DEVICE
+        self.obs_dim = 7
+        self.actor_dim = 5
+        self.critic_start = 2
+        self.action_dim = 2
+        self.spaces = {}
+
+    def reset(self):
+        return torch.randn(self.num_envs, self.obs_dim, device=DEVICE)
+
+    def step(self, action):
+        assert action.device == DEVICE
+        obs = self.reset()
+        reward = torch.rand(self.num_envs, device=DEVICE)
+        terminated = torch.rand(self.num_envs, device=DEVICE) < 0.2
+        truncated = torch.rand(self.num_envs, device=DEVICE) < 0.2
+        self.broken = torch.rand(self.num_envs, device=DEVICE) < 0.1
+        return obs, reward, terminated, truncated, obs + 1
+
+
+def make_optimizers(script, agent, args):
+    """As in main."""
+    if script.__name__.startswith("ppo") or hasattr(script, "policy_loss"):
+        learning_rate = torch.tensor(args.learning_rate, device=DEVICE)
+        return (torch.optim.Adam(agent.parameters(), learning_rate, fused=True),)
+    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
+    groups = [dict(params=list(agent.policy.parameters())), duals]
+    actor_optimizer = torch.optim.Adam(groups, args.actor_learning_rate, fused=True)
+    critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
+    return (actor_optimizer, critic_optimizer)
+
+
+def iterate(script, gpu, **changes):
+    """Two iterations with the settings of CUDA and small sizes. -> agent"""
+    sizes = dict(num_envs=6, num_steps=3, num_minibatches=2, update_epochs=2, hidden_size=16)
+    args = script.Args(**sizes | {"device": "cuda"} | changes)
+    generator = DeviceGenerator(DEVICE)
+    generator.manual_seed(1)
+    envs = Envs()
+    agent = script.Agent(envs, args).to(DEVICE)
+    optimizers = make_optimizers(script, agent, args)
+    obs = envs.reset()
+    gpu.clear()
+    for _ in range(2):
+        data, obs = script.rollout(agent, envs, obs, args, generator)
+        data = script.compute_targets(agent, data, args, generator)
+        metrics = script.update(agent, *optimizers, data, args, generator)
+        assert all(value.device == DEVICE for value in metrics.values())
+    for sampler in script.SAMPLERS:
+        with torch.no_grad():
+            normalized = agent.policy.normalizer(obs)
+            action = script.act(agent, normalized, sampler, args, generator)
+        assert action.device == DEVICE
+    return agent
+
+
+def load(name):
+    if name in MANISKILL:
+        pytest.importorskip("mani_skill")
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name, changes", CASES, ids=lambda case: str(case))
+def test_one_device_and_no_wait(name, changes):
+    """Rollout, targets, update and acting never wait for the device."""
+    script = load(name)
+    with pretend(script) as gpu:
+        iterate(script, gpu, **changes)
+        assert not gpu.waits
+        assert gpu.launches["aten::addmm"] > 10, "it looks at the launches, too"
+
+
+FAULTS = {  # what is broken on purpose
+    "noise of the host": (
+        "return torch.randn(shape, generator=generator, device=generator.device)",
+        "return torch.randn(shape)",
+    ),
+    "a constant that is no buffer": (
+        'self.register_buffer("step_sizes", torch.tensor(self.schedule), persistent=False)',
+        "self.step_sizes = torch.tensor(self.schedule)",
+    ),
+    "an order of the host": (
+        "order = torch.randperm(batch_size, generator=generator, device=generator.device)",
+        "order = torch.randperm(batch_size)",
+    ),
+    "a number that is read": (
+        "loss = torch.where(inside, improve, pull_back).mean()",
+        "loss = torch.where(inside, improve, pull_back).mean() + 0 * inside.sum().item()",
+    ),
+    "the loss for a CPU": (
+        'sparse = generator.device.type == "cpu" and not args.compile',
+        "sparse = True",
+    ),
+    "a question about a tensor": (
+        "critic_optimizer.step()",
+        "critic_optimizer.step() if loss > -1e9 else None",
+    ),
+    "a target of the host": (
+        "targets = torch.empty_like(reward)",
+        "targets = torch.empty(reward.shape)",
+    ),
+    "a new tensor in the normalizer": (
+        "total = self.count + len(obs)",
+        "total = self.count + torch.tensor(float(len(obs)), device=self.count.device)",
+    ),
+    "rows by a mask": (
+        "rows = torch.where(broken, (~broken).int().argmax(), rows)",
+        "rows = torch.cat([rows[~broken], rows[broken]])",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault, tmp_path, monkeypatch):
+    before, after = FAULTS[fault]
+    text = (ROOT / "trudi_continuous.py").read_text()
+    assert text.count(before) == 1
+    (tmp_path / "broken_script.py").write_text(text.replace(before, after))
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("broken_script", None)
+    broken = importlib.import_module("broken_script")
+    with pretend(broken) as gpu:
+        try:
+            iterate(broken, gpu)
+        except RuntimeError as error:
+            assert "two devices" in str(error)
+        else:
+            assert gpu.waits
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_a_whole_run_and_then_without_the_gpu(name, tmp_path):
+    """Train, evaluate and save there; evaluate and resume on a machine without it, and back."""
+    script = load(name)
+    folder = tmp_path / "run"
+    more = ["--total-timesteps", 4 * BATCH]
+    with pretend(script):
+        train(folder, "--device", "cuda", "--backend", "gymnasium", script=script)
+        run("--evaluate", folder / "best.pt", script=script)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert saved["args"]["device"] == "cuda"
+    run("--evaluate", folder / "policy.pt", script=script)
+    action = script.load_policy(folder / "policy.pt")(torch.zeros(3, 4))
+    assert action.shape == (3, 2) and action.device.type == "cpu"
+    out = run("--resume", folder, *more, script=script).out
+    assert "on cpu" in out and steps(folder) == [BATCH, 2 * BATCH, 3 * BATCH, 4 * BATCH]
+    with pretend(script):
+        run("--resume", folder, "--total-timesteps", 5 * BATCH, script=script)
+    assert steps(folder)[-1] == 5 * BATCH
