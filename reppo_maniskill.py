@@ -133,11 +133,9 @@ CPU_DEFAULTS = dict(
     hidden_size=128,
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
-    dual_learning_rate=2e-3,
+    dual_learning_rate=1.2e-3,
     anneal=1.0,
     max_grad_norm=100.0,
-    kl_bound=0.3,
-    kl_bound_end=0.01,
     lambda_init=1.0,
 )
 # Smallest and largest values; all other numbers must be positive.

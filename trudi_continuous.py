@@ -99,7 +99,7 @@ class Args:
 
     # diffusion policy and trust region
     diffusion_steps: int = 8  # denoising steps per action (N)
-    schedule_power: float = 4.0  # step sizes fall as this power of a cosine; the paper's is 2
+    schedule_power: float = 2.0  # denoising steps shrink as this power of a cosine
     eta: float = 1.0  # standard deviation of the prior that denoising starts from
     alpha_init: float = 0.01  # initial entropy temperature
     entropy_target: float = -1.665  # of the entropy bound, per action dimension
@@ -127,9 +127,10 @@ CPU_DEFAULTS = dict(
     policy_delay=3,
     hidden_size=128,
     diffusion_steps=4,
+    schedule_power=4.0,
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
-    dual_learning_rate=1e-2,
+    dual_learning_rate=1.2e-3,
     anneal=1.0,
     max_grad_norm=100.0,
     kl_bound=0.3,
@@ -157,6 +158,7 @@ CPU_OTHER_TASK = dict(
     kl_bound=0.1,
     kl_bound_end=0.1,
     diffusion_steps=8,
+    schedule_power=2.0,
 )
 # Smallest and largest values; all other numbers must be positive.
 LIMITS = dict(

@@ -109,7 +109,7 @@ class Args:
 
     # diffusion policy and trust region
     diffusion_steps: int = 8  # denoising steps per action (N)
-    schedule_power: float = 4.0  # step sizes fall as this power of a cosine; the paper's is 2
+    schedule_power: float = 2.0  # denoising steps shrink as this power of a cosine
     eta: float = 1.0  # standard deviation of the prior that denoising starts from
     alpha_init: float = 0.1  # initial entropy temperature; values include its bonus
     entropy_target: float = -1.665  # of the entropy bound, per action dimension
@@ -138,11 +138,9 @@ CPU_DEFAULTS = dict(
     diffusion_steps=4,
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
-    dual_learning_rate=2e-3,
+    dual_learning_rate=1.2e-3,
     anneal=1.0,
     max_grad_norm=100.0,
-    kl_bound=0.3,
-    kl_bound_end=0.01,
     lambda_init=1.0,
 )
 # Smallest and largest values; all other numbers must be positive.
