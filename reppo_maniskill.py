@@ -39,6 +39,7 @@ import os
 import re
 import sys
 import time
+import types
 import warnings
 import zipfile
 from dataclasses import asdict, dataclass, replace
@@ -232,6 +233,10 @@ def check_args(args):
 def import_tasks(env_module):
     """Register ManiSkill's tasks, and those of the user's own module."""
     warnings.filterwarnings("ignore", "Failed to find system libvulkan")  # nothing is rendered
+    try:
+        import cv2  # noqa: F401
+    except ImportError:  # OpenCV wants libGL.so.1, ManiSkill only has a use for it with images
+        sys.modules["cv2"] = types.ModuleType("cv2")
     try:
         import mani_skill.envs  # noqa: F401
     except ImportError as error:

@@ -157,11 +157,13 @@ def test_playground_grids_use_envs_that_exist(dry_runs):
 def test_maniskill_grid_uses_envs_that_exist(dry_runs):
     pytest.importorskip("mani_skill")
     code = (
-        "import mani_skill.envs\n"
+        "import trudi_maniskill\n"
+        "trudi_maniskill.import_tasks(None)\n"
         "from mani_skill.utils.registration import REGISTERED_ENVS\n"
         "print(*REGISTERED_ENVS)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     envs = {line.split()[2] for line in dry_runs["paper-maniskill"]}
     assert envs <= set(done.stdout.split())
 
