@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import version
 
+import simulators.without_opencv  # noqa: F401
+
+# isort: split
 import gymnasium as gym
 import mani_skill.envs.sapien_env as sapien_env
 import numpy as np
