@@ -398,12 +398,11 @@ class Normalizer(nn.Module):
     def update(self, obs):
         """Merge the moments of a batch (E, O) into the running ones (Chan et al., 1979)."""
         batch_var, batch_mean = torch.var_mean(obs, dim=0, correction=0)
-        total = self.count + len(obs)
-        share = len(obs) / total
+        self.count += len(obs)
+        share = len(obs) / self.count
         delta = batch_mean - self.mean
-        self.var.lerp_(batch_var + delta**2 * self.count / total, share)
+        self.var.lerp_(batch_var + (1 - share) * delta**2, share)
         self.mean.lerp_(batch_mean, share)
-        self.count.copy_(total)
 
     def forward(self, obs):
         return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
@@ -459,7 +458,8 @@ class Agent(nn.Module):
         self.critic_start = envs.critic_start
         self.policy = GaussianPolicy(envs.obs_dim, envs.actor_dim, envs.action_dim, args)
         self.critic = mlp(envs.obs_dim - envs.critic_start, args.hidden_size, 1, last_gain=1.0)
-        self.register_buffer("discounted_return", torch.zeros(args.num_envs))  # see scale_rewards
+        discounted_return = torch.zeros(args.num_envs)  # see scale_rewards
+        self.register_buffer("discounted_return", discounted_return, persistent=False)
         self.register_buffer("squared_return_sum", torch.zeros(()))
         self.register_buffer("return_count", torch.zeros(()))
 
@@ -839,8 +839,9 @@ def load_checkpoint(given):
     except Exception as error:
         kind = type(error).__name__
         stop(f"{path} is missing, damaged or not a checkpoint of ours ({kind})")
-    if script != SCRIPT or saved_names != set(asdict(given)):
+    if script != SCRIPT or not saved_names <= set(asdict(given)):
         stop(f"{path} was written by {script}.py or by another version of this script")
+    checkpoint["args"] = asdict(Args()) | checkpoint["args"]  # settings that it does not know yet
     if given.resume and "optimizers" not in checkpoint:
         stop(f"{path} holds a policy without its optimizers: --resume needs checkpoint.pt")
     checkpoint["folder"] = path.parent
@@ -857,7 +858,6 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError:
         stop(f"the checkpoint does not fit {args.env_id}, which has other shapes now")
-    agent.discounted_return.zero_()
     if generator is not None:
         for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(state)

@@ -5,7 +5,7 @@ several good actions alive where a Gaussian has to pick one. The likelihood of i
 intractable, but the chain of N Gaussian steps is not, and the chain is all that is needed:
 
     denoising chain, from the prior to an action             Eq. (5), (7)         sample_chain
-    entropy of the policy  >=  a bound along the chain       Eq. (12)             sample_chain
+    entropy of the policy  >=  a bound along the chain       Eq. (12)             entropy_bound
     change of the policy   <=  the KL of the two chains      Eq. (14)             trajectory_kl
     soft TD(lambda) targets                                  Eq. (13), (17), (18) compute_targets
     improve inside the trust region, go back outside of it   Eq. (19), (20)       actor_loss
@@ -42,6 +42,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from torch import nn
+from torch.func import functional_call
 
 try:
     from tools import extras  # comfort: progress line, curve.png, signals, wandb, versions, bench
@@ -439,12 +440,11 @@ class Normalizer(nn.Module):
     def update(self, obs):
         """Merge the moments of a batch (E, O) into the running ones (Chan et al., 1979)."""
         batch_var, batch_mean = torch.var_mean(obs, dim=0, correction=0)
-        total = self.count + len(obs)
-        share = len(obs) / total
+        self.count += len(obs)
+        share = len(obs) / self.count
         delta = batch_mean - self.mean
-        self.var.lerp_(batch_var + delta**2 * self.count / total, share)
+        self.var.lerp_(batch_var + (1 - share) * delta**2, share)
         self.mean.lerp_(batch_mean, share)
-        self.count.copy_(total)
 
     def forward(self, obs):
         return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
@@ -509,8 +509,28 @@ def critic_loss(critic, batch, args):
 
 # --- end shared ---
 # --- shared: diffusion policy ---
+class Control(nn.Module):
+    """The control u(x, s, k) of a denoising step, from embedded (B, H) and x (B, A): (B, A)"""
+
+    def __init__(self, action_dim, hidden):
+        super().__init__()
+        self.x_layer = nn.Linear(action_dim, hidden, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2)
+        )
+        self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, action_dim))
+        nn.init.zeros_(self.out[1].weight)  # u = 0: the untrained policy is the prior
+        nn.init.zeros_(self.out[1].bias)
+
+    def forward(self, embedded, x):
+        z = F.gelu(torch.addmm(embedded, x, self.x_layer.weight.T))
+        for block in self.blocks:
+            z = z + F.gelu(block(z))
+        return self.out(z)
+
+
 class DiffusionPolicy(nn.Module):
-    """Predicts the control u(x, s, k) of denoising step k; sample_chain turns it into actions."""
+    """Predicts the controls of the denoising steps; sample_chain turns them into actions."""
 
     def __init__(self, obs_dim, actor_dim, action_dim, args):
         super().__init__()
@@ -525,23 +545,19 @@ class DiffusionPolicy(nn.Module):
         time_features = torch.cat([angles.sin(), angles.cos()], dim=1)
         self.register_buffer("time_features", time_features, persistent=False)  # (N, 32)
         self.register_buffer("step_sizes", torch.tensor(self.schedule), persistent=False)  # (N,)
+        noise_scales = [self.eta] + [math.sqrt(2 * e) for e in self.schedule]
+        self.register_buffer("noise_scales", torch.tensor(noise_scales), persistent=False)
 
         # one linear layer of [obs, x, time], written as a sum: along a chain only x changes
         hidden = args.hidden_size
         self.time_mlp = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
         self.obs_layer = nn.Linear(actor_dim, hidden)
-        self.x_layer = nn.Linear(action_dim, hidden, bias=False)
         self.time_layer = nn.Linear(32, hidden, bias=False)
+        self.control = Control(action_dim, hidden)
         bound = 1 / math.sqrt(actor_dim + action_dim + 32)  # torch's own, for the whole layer
-        for layer in (self.obs_layer, self.x_layer, self.time_layer):
+        for layer in (self.obs_layer, self.control.x_layer, self.time_layer):
             nn.init.uniform_(layer.weight, -bound, bound)
         nn.init.uniform_(self.obs_layer.bias, -bound, bound)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2)
-        )
-        self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, action_dim))
-        nn.init.zeros_(self.out[1].weight)  # u = 0: the untrained policy is the prior
-        nn.init.zeros_(self.out[1].bias)
 
     def noise(self, batch_size, generator):
         shape = (self.num_steps + 1, batch_size, self.action_dim)
@@ -552,12 +568,22 @@ class DiffusionPolicy(nn.Module):
         time_part = self.time_layer(self.time_mlp(self.time_features))  # (N, H)
         return time_part[:, None] + self.obs_layer(obs[:, : self.actor_dim])
 
-    def control(self, embedded, x):
-        """-> u, shaped like x: (B, A) in a chain, (B, K, N, A) in the KL"""
-        z = F.gelu(embedded + self.x_layer(x))
-        for block in self.blocks:
-            z = z + F.gelu(block(z))
-        return self.out(z)
+    def controls_of_steps(self):
+        """control once per step of a chain, all with the same weights. -> list of N functions
+
+        In a loop autograd adds up the gradients of the steps, weight by weight and step by step. Of
+        copies that are cut from one row it takes a single sum: a GPU has a fifth less to launch.
+        """
+        if not torch.is_grad_enabled():
+            return [self.control] * self.num_steps
+        weights = dict(self.control.named_parameters())
+        sizes = [weight.numel() for weight in weights.values()]
+        row = torch.cat([weight.flatten() for weight in weights.values()])
+        copies = []
+        for copy in row.expand(self.num_steps, -1).unbind():
+            pieces = zip(weights.items(), copy.split(sizes), strict=True)
+            copies.append({name: piece.view_as(weight) for (name, weight), piece in pieces})
+        return [lambda *x, own=own: functional_call(self.control, own, x) for own in copies]
 
 
 class Agent(nn.Module):
@@ -570,15 +596,16 @@ class Agent(nn.Module):
         self.critic = Critic(envs.critic_start, envs.obs_dim, envs.action_dim, args)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha_init)))
         self.log_lambda = nn.Parameter(torch.tensor(math.log(args.lambda_init)))
-        self.register_buffer("discounted_return", torch.zeros(args.num_envs))  # see scale_rewards
+        discounted_return = torch.zeros(args.num_envs)  # see scale_rewards
+        self.register_buffer("discounted_return", discounted_return, persistent=False)
         self.register_buffer("squared_return_sum", torch.zeros(()))
         self.register_buffer("return_count", torch.zeros(()))
 
 
 # === 4. The denoising chain ===
 class Chain(NamedTuple):
-    action: torch.Tensor  # (B, A), in [-1, 1]
-    entropy_bound: torch.Tensor  # (B,), Eq. (12)
+    action: torch.Tensor  # (B, A), in [-1, 1]: tanh(x_N)
+    last: torch.Tensor  # (B, A): x_N
     latents: torch.Tensor  # (B, N, A): x_0 to x_{N-1}
     controls: torch.Tensor  # (B, N, A): u at each of them
 
@@ -597,47 +624,65 @@ def cosine_schedule(N, power):
     return step_sizes
 
 
-def sample_chain(policy, obs, noise):
-    """Denoise, Eq. (5), (7), and bound the entropy of the result from below, Eq. (12).
+def sample_chain(policy, embedded, noise):
+    """Denoise, Eq. (5), (7). -> Chain
 
-    noise (N + 1, B, A): the first row makes x_0, the others push the N steps.
+    embedded (N, B, H): policy.embed(obs). noise (N + 1, B, A): its first row makes x_0, the others
+    push the N steps.
     """
     eta2 = policy.eta**2
-    embedded = policy.embed(obs).unbind()  # N x (B, H), by one backward step
-    x = policy.eta * noise[0]  # the prior Normal(0, eta^2)
+    noise = policy.noise_scales[:, None, None] * noise  # times eta, then times sqrt(2 e)
+    embedded = embedded.unbind()  # N x (B, H), by one backward step
+    control = policy.controls_of_steps()
+    x = noise[0]  # the prior Normal(0, eta^2)
     latents = []
     controls = []
     for k, e in enumerate(policy.schedule):
-        u = policy.control(embedded[k], x)
+        u = control[k](embedded[k], x)
         latents.append(x)
         controls.append(u)
-        x = x + e * (u - x / eta2) + math.sqrt(2 * e) * noise[k + 1]
-    latents = torch.stack(latents)  # (N, B, A)
-    controls = torch.stack(controls)  # (N, B, A)
-
-    # log(noising(x_k | y) / denoising(y | x_k)), averaged over y ~ Normal(mean, 2 e): the same
-    # expectation as at the sampled y = x_{k+1}, with less noise in the gradient
-    e = policy.step_sizes[:, None, None]  # (N, 1, 1)
-    mean = latents + e * (controls - latents / eta2)  # (N, B, A)
-    mismatch = controls - (latents + mean) / eta2
-    log_ratio = e / eta2 - (e / eta2) ** 2 / 2 - e / 4 * mismatch**2
-    log_jacobian = 2 * (math.log(2) - x - F.softplus(-2 * x))  # log(1 - tanh(x)^2)
-    prior_entropy = policy.action_dim * 0.5 * math.log(2 * math.pi * math.e * eta2)
+        # x + e * (u - x / eta2) + sqrt(2 e) * noise, by two operations
+        x = torch.add(noise[k + 1], x, alpha=1 - e / eta2)
+        x = torch.add(x, u, alpha=e)
     return Chain(
         action=x.tanh(),
-        entropy_bound=prior_entropy + log_ratio.sum(dim=(0, 2)) + log_jacobian.sum(dim=-1),
-        latents=latents.transpose(0, 1),
-        controls=controls.transpose(0, 1),
+        last=x,
+        latents=torch.stack(latents).transpose(0, 1),
+        controls=torch.stack(controls).transpose(0, 1),
     )
 
 
-def trajectory_kl(policy, obs, latents, controls):
+def entropy_bound(policy, chain):
+    """Eq. (12), a lower bound of the entropy of the actions: (B,)
+
+    The log ratios of noising and denoising, log(noising(x_k | y) / denoising(y | x_k)), are
+    averaged over y ~ Normal(mean, 2 e): the same expectation as at the sampled y = x_{k+1}, with
+    less noise in the gradient.
+    """
+    eta2 = policy.eta**2
+    bound = policy.action_dim / 2 * math.log(2 * math.pi * math.e * eta2)  # entropy of the prior
+
+    # sum of the log ratios e / eta2 - (e / eta2)^2 / 2 - e / 4 * mismatch^2, where mismatch is
+    # u - (x + mean) / eta2, and mean is x + e * (u - x / eta2)
+    bound += policy.action_dim * sum(e / eta2 - (e / eta2) ** 2 / 2 for e in policy.schedule)
+    e = policy.step_sizes[:, None]  # (N, 1)
+    mismatch = (1 - e / eta2) * chain.controls - (2 - e / eta2) / eta2 * chain.latents
+    bound = bound - (e / 4 * mismatch**2).sum(dim=(1, 2))
+
+    # sum of log(1 - tanh(x)^2) = 2 * (log(2) - x - softplus(-2 x)), for the actions are tanh(x)
+    x = chain.last
+    return bound + 2 * (math.log(2) - x - F.softplus(-2 * x)).sum(dim=-1)
+
+
+def trajectory_kl(policy, embedded, latents, controls):
     """Eq. (14) along chains of the old policy, (B, K, N, A) -> (B,)
 
     Both policies take steps of equal variance, so each KL is a squared distance of controls.
     """
-    embedded = policy.embed(obs).transpose(0, 1)[:, None]  # (B, 1, N, H): all steps in one batch
-    new_controls = policy.control(embedded, latents)
+    B, K, N, A = latents.shape
+    embedded = embedded.transpose(0, 1)[:, None].expand(B, K, N, -1)
+    x = latents.flatten(0, 2)
+    new_controls = policy.control(embedded.flatten(0, 2), x).view(B, K, N, A)  # all in one batch
     squared_distance = (new_controls - controls).square().sum(dim=-1)  # (B, K, N)
     return (policy.step_sizes / 4 * squared_distance).sum(dim=-1).mean(dim=-1)
 
@@ -659,10 +704,12 @@ def act(agent, obs, sampler, args, generator):
             x = x + e * (x / policy.eta**2 + 2 * c * score)  # at c = 1 the SDE without noise
         return x.tanh()
     if sampler == "sde":
-        return sample_chain(policy, obs, policy.noise(obs.shape[0], generator)).action
+        noise = policy.noise(obs.shape[0], generator)
+        return sample_chain(policy, policy.embed(obs), noise).action
     num = args.eval_best_of
     repeated = obs.repeat_interleave(num, dim=0)  # (E * num, O)
-    action = sample_chain(policy, repeated, policy.noise(len(repeated), generator)).action
+    noise = policy.noise(len(repeated), generator)
+    action = sample_chain(policy, policy.embed(repeated), noise).action
     q = agent.critic.value(agent.critic.features(repeated, action))
     best = q.view(-1, num).argmax(dim=1)  # (E,)
     rows = torch.arange(len(obs), device=obs.device)
@@ -682,19 +729,21 @@ def actor_loss(agent, batch, noise, args):
 
     -> loss, metrics; the entropy bound is the mean over all states
     """
-    kl = trajectory_kl(agent.policy, batch["obs"], batch["latents"], batch["controls"])
-    chain = sample_chain(agent.policy, batch["obs"], noise)
+    embedded = agent.policy.embed(batch["obs"])
+    kl = trajectory_kl(agent.policy, embedded, batch["latents"], batch["controls"])
+    chain = sample_chain(agent.policy, embedded, noise)
+    bound = entropy_bound(agent.policy, chain)
     q = agent.critic.value(agent.critic.features(batch["obs"], chain.action))
     alpha = agent.log_alpha.exp().detach()
     multiplier = agent.log_lambda.exp().detach()
-    improve = -q - alpha * chain.entropy_bound  # Eq. (20)
+    improve = -q - alpha * bound  # Eq. (20)
     pull_back = multiplier * kl
     inside = inside_trust_region(kl, args)
     loss = torch.where(inside, improve, pull_back).mean()
     return loss, {
         "policy/kl": kl.detach().mean(),
         "policy/inside": inside.float().mean(),
-        "policy/entropy_bound": chain.entropy_bound.detach().mean(),
+        "policy/entropy_bound": bound.detach().mean(),
     }
 
 
@@ -703,26 +752,29 @@ def sparse_actor_loss(agent, batch, noise, args):
 
     On a CPU that saves time. A GPU would wait for the sizes of the branches.
     """
+    policy = agent.policy
     obs = batch["obs"]
     latents = batch["latents"]
     controls = batch["controls"]
     with torch.no_grad():
-        kl = trajectory_kl(agent.policy, obs, latents, controls)
+        kl = trajectory_kl(policy, policy.embed(obs), latents, controls)
         inside = inside_trust_region(kl, args)
         outside = ~inside
         # dual_loss wants the entropy of all states
-        chain_outside = sample_chain(agent.policy, obs[outside], noise[:, outside])
-    chain = sample_chain(agent.policy, obs[inside], noise[:, inside])
+        chain_outside = sample_chain(policy, policy.embed(obs[outside]), noise[:, outside])
+        bound_outside = entropy_bound(policy, chain_outside)
+    chain = sample_chain(policy, policy.embed(obs[inside]), noise[:, inside])
+    bound = entropy_bound(policy, chain)
     q = agent.critic.value(agent.critic.features(obs[inside], chain.action))
-    improve = -q - agent.log_alpha.exp().detach() * chain.entropy_bound
-    kl_outside = trajectory_kl(agent.policy, obs[outside], latents[outside], controls[outside])
+    improve = -q - agent.log_alpha.exp().detach() * bound
+    embedded = policy.embed(obs[outside])
+    kl_outside = trajectory_kl(policy, embedded, latents[outside], controls[outside])
     pull_back = agent.log_lambda.exp().detach() * kl_outside
     loss = (improve.sum() + pull_back.sum()) / len(kl)
-    entropy_bound = torch.cat([chain.entropy_bound.detach(), chain_outside.entropy_bound])
     return loss, {
         "policy/kl": kl.mean(),
         "policy/inside": inside.float().mean(),
-        "policy/entropy_bound": entropy_bound.mean(),
+        "policy/entropy_bound": torch.cat([bound.detach(), bound_outside]).mean(),
     }
 
 
@@ -748,7 +800,8 @@ def rollout(agent, envs, obs, args, generator):
     for _ in range(args.num_steps):
         policy.normalizer.update(obs)
         normalized = policy.normalizer(obs)  # stored: old and new policy must see the same input
-        chain = sample_chain(policy, normalized, policy.noise(len(obs), generator))
+        noise = policy.noise(len(obs), generator)
+        chain = sample_chain(policy, policy.embed(normalized), noise)
         obs, reward, terminated, truncated, final_obs = envs.step(chain.action)
         steps.append(
             {
@@ -805,11 +858,12 @@ def compute_targets(agent, data, args, generator):
     next_bounds = []
     next_features = []
     for next_obs in data["next_obs"].flatten(0, 1).split(8192):  # chunks, to bound the memory
-        chain = sample_chain(policy, next_obs, policy.noise(len(next_obs), generator))
+        noise = policy.noise(len(next_obs), generator)
+        chain = sample_chain(policy, policy.embed(next_obs), noise)
         features = critic.features(next_obs, chain.action)
         next_features.append(features)
         next_values.append(critic.value(features))
-        next_bounds.append(chain.entropy_bound)
+        next_bounds.append(entropy_bound(policy, chain))
     next_value = torch.cat(next_values).view(T, E)
     next_bound = torch.cat(next_bounds).view(T, E)
 
@@ -829,7 +883,7 @@ def compute_targets(agent, data, args, generator):
     latents = [data["latents"].flatten(0, 1)]
     controls = [data["controls"].flatten(0, 1)]
     for _ in range(args.kl_samples - 1):  # more chains of the same policy for the KL
-        chain = sample_chain(policy, obs, policy.noise(T * E, generator))
+        chain = sample_chain(policy, policy.embed(obs), policy.noise(T * E, generator))
         latents.append(chain.latents)
         controls.append(chain.controls)
     flat = {
@@ -1046,8 +1100,9 @@ def load_checkpoint(given):
     except Exception as error:
         kind = type(error).__name__
         stop(f"{path} is missing, damaged or not a checkpoint of ours ({kind})")
-    if script != SCRIPT or saved_names != set(asdict(given)):
+    if script != SCRIPT or not saved_names <= set(asdict(given)):
         stop(f"{path} was written by {script}.py or by another version of this script")
+    checkpoint["args"] = asdict(Args()) | checkpoint["args"]  # settings that it does not know yet
     if given.resume and "optimizers" not in checkpoint:
         stop(f"{path} holds a policy without its optimizers: --resume needs checkpoint.pt")
     checkpoint["folder"] = path.parent
@@ -1064,7 +1119,6 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError:
         stop(f"the checkpoint does not fit {args.env_id}, which has other shapes now")
-    agent.discounted_return.zero_()
     if generator is not None:
         for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(state)
@@ -1162,8 +1216,9 @@ def main(argv=None):
     if args.resume:
         restore(checkpoint, args, agent, optimizers, generator)
     if args.compile:  # the one place where functions are compiled
-        global sample_chain, trajectory_kl, td_lambda_targets, critic_loss
+        global sample_chain, entropy_bound, trajectory_kl, td_lambda_targets, critic_loss
         sample_chain = torch.compile(sample_chain)
+        entropy_bound = torch.compile(entropy_bound)
         trajectory_kl = torch.compile(trajectory_kl)
         td_lambda_targets = torch.compile(td_lambda_targets)
         critic_loss = torch.compile(critic_loss)

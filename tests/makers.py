@@ -65,12 +65,12 @@ def plain_control(policy, obs, x, k):
     angles = k * 10_000 ** (-torch.arange(16) / 16)
     time_features = policy.time_mlp(torch.cat([angles.sin(), angles.cos()])).expand(len(x), 32)
     inputs = torch.cat([obs[:, : policy.actor_dim], x, time_features], dim=1)
-    layers = (policy.obs_layer, policy.x_layer, policy.time_layer)
+    layers = (policy.obs_layer, policy.control.x_layer, policy.time_layer)
     weight = torch.cat([layer.weight for layer in layers], dim=1)
     z = F.gelu(F.linear(inputs, weight, policy.obs_layer.bias))
-    for norm, linear in policy.blocks:
+    for norm, linear in policy.control.blocks:
         z = z + F.gelu(linear(norm(z)))
-    return policy.out(z)
+    return policy.control.out(z)
 
 
 def ode_action(policy, obs, start, score_scale):
@@ -107,12 +107,12 @@ def changed_policy(inside="some", **changes):
     with torch.no_grad():
         chains = []
         for _ in range(args.kl_samples):
-            chains.append(trudi.sample_chain(policy, obs, chain_noise(policy, BATCH)))
+            chains.append(trudi.sample_chain(policy, policy.embed(obs), chain_noise(policy, BATCH)))
         latents = torch.stack([chain.latents for chain in chains], dim=1)
         controls = torch.stack([chain.controls for chain in chains], dim=1)
-        assert trudi.trajectory_kl(policy, obs, latents, controls).max() < 1e-20
+        assert trudi.trajectory_kl(policy, policy.embed(obs), latents, controls).max() < 1e-20
         perturb(policy, 0.05)
-        kl = trudi.trajectory_kl(policy, obs, latents, controls)
+        kl = trudi.trajectory_kl(policy, policy.embed(obs), latents, controls)
     bounds = {"some": kl.quantile(0.5), "all": 2 * kl.max(), "none": kl.min() / 2}
     args = dataclasses.replace(args, kl_bound=bounds[inside].item())
     return ChangedPolicy(args, agent, dict(obs=obs, latents=latents, controls=controls), kl)

@@ -73,8 +73,11 @@ def make_cases(script, agent, args):
         latents = torch.randn(B, 1, N, A)
         controls = torch.randn(B, 1, N, A)
         cases["critic_loss"] = make_critic_case(agent, obs, args)
-        cases["sample_chain"] = Case((policy, obs, noise), policy)
-        cases["trajectory_kl"] = Case((policy, obs, latents, controls), policy)
+        embedded = torch.randn(N, B, H)
+        chain = trudi.Chain(*torch.randn(2, B, A), latents[:, 0], controls[:, 0])
+        cases["sample_chain"] = Case((policy, embedded, noise), policy)
+        cases["entropy_bound"] = Case((policy, chain), policy)
+        cases["trajectory_kl"] = Case((policy, embedded, latents, controls), policy)
     elif script is reppo:
         old_mean = torch.randn(B, A)
         old_log_std = torch.randn(B, A)

@@ -418,11 +418,11 @@ def test_privileged_observations():
     obs, *_ = envs.step(torch.zeros(2, 29))
     assert obs.shape == (2, 319)
     agent = trudi.Agent(envs, trudi.Args(num_envs=2, hidden_size=8))
-    torch.nn.init.normal_(agent.policy.out[1].weight)
+    torch.nn.init.normal_(agent.policy.control.out[1].weight)
     draws = torch.randn(9, 2, 29)
 
     def action(obs):
-        return trudi.sample_chain(agent.policy, obs, draws).action
+        return trudi.sample_chain(agent.policy, agent.policy.embed(obs), draws).action
 
     def value(obs):
         return agent.critic.value(agent.critic.features(obs, torch.zeros(2, 29)))

@@ -32,6 +32,7 @@ from trudi_continuous import (
     compute_targets,
     critic_loss,
     dual_loss,
+    entropy_bound,
     hl_gauss,
     sample_chain,
     sparse_actor_loss,
@@ -100,7 +101,8 @@ def make_rollout(args, agent):
     obs = torch.randn(*shape, OBS_DIM)
     num_rows = shape[0] * shape[1]
     with torch.no_grad():
-        chain = sample_chain(agent.policy, obs.flatten(0, 1), chain_noise(agent.policy, num_rows))
+        embedded = agent.policy.embed(obs.flatten(0, 1))
+        chain = sample_chain(agent.policy, embedded, chain_noise(agent.policy, num_rows))
     return {
         "obs": obs,
         "action": chain.action.view(*shape, -1),
@@ -122,9 +124,11 @@ def test_soft_targets_against_brute_force(monkeypatch, normalize):
     data = make_rollout(args, agent)
 
     def known_chain(policy, obs, noise):
-        return Chain(obs[:, 1:3].tanh(), obs.sum(dim=-1), None, None)
+        return Chain(obs[:, 1:3].tanh(), obs, None, None)
 
+    monkeypatch.setattr(agent.policy, "embed", lambda obs: obs)
     monkeypatch.setattr(trudi, "sample_chain", known_chain)
+    monkeypatch.setattr(trudi, "entropy_bound", lambda policy, chain: chain.last.sum(dim=-1))
     flat = compute_targets(agent, data, args, seeded())
     next_obs = data["next_obs"].flatten(0, 1)
     with torch.no_grad():
@@ -165,7 +169,8 @@ def test_more_kl_samples_are_chains_of_the_same_policy():
     assert_close(flat["latents"][whole, 0], own_latents[whole])  # the first is the rollout's own
     assert flat["latents"].shape == (30, 3, 4, ACTION_DIM)
     assert flat["controls"].shape == (30, 3, 4, ACTION_DIM)
-    kl = trajectory_kl(agent.policy, flat["obs"], flat["latents"], flat["controls"])
+    embedded = agent.policy.embed(flat["obs"])
+    kl = trajectory_kl(agent.policy, embedded, flat["latents"], flat["controls"])
     assert kl.max() < 1e-20
     starts = flat["latents"][:, :, 0]
     assert (starts[:, 0] != starts[:, 1]).all()
@@ -376,13 +381,15 @@ def loss_by_hand(case, noise):
     entropy_bounds = []
     for i in range(BATCH):
         state = {name: values[[i]] for name, values in case.batch.items()}
-        kl = trajectory_kl(agent.policy, state["obs"], state["latents"], state["controls"])[0]
-        chain = sample_chain(agent.policy, state["obs"], noise[:, [i]])
-        entropy_bounds.append(chain.entropy_bound.item())
+        embedded = agent.policy.embed(state["obs"])
+        kl = trajectory_kl(agent.policy, embedded, state["latents"], state["controls"])[0]
+        chain = sample_chain(agent.policy, embedded, noise[:, [i]])
+        bound = entropy_bound(agent.policy, chain)[0]
+        entropy_bounds.append(bound.item())
         if args.trust_region == "none" or kl <= args.kl_bound:
             num_inside += 1
             q = agent.critic.value(agent.critic.features(state["obs"], chain.action))[0]
-            total = total - q - args.alpha_init * chain.entropy_bound[0]
+            total = total - q - args.alpha_init * bound
         else:
             total = total + args.lambda_init * kl
     metrics = {
@@ -507,8 +514,10 @@ def test_alpha_counts_the_states_outside(policy_loss):
     noise = case.noise()
     _, metrics = policy_loss(case.agent, case.batch, noise, case.args)
     assert metrics["policy/inside"] == 0
-    chain = sample_chain(case.agent.policy, case.batch["obs"], noise)
-    spare_entropy = chain.entropy_bound.mean() - case.args.entropy_target * ACTION_DIM
+    chain = sample_chain(case.agent.policy, case.agent.policy.embed(case.batch["obs"]), noise)
+    spare_entropy = (
+        entropy_bound(case.agent.policy, chain).mean() - case.args.entropy_target * ACTION_DIM
+    )
     dual = dual_loss(case.agent, metrics, case.args)
     gradient = torch.autograd.grad(dual, case.agent.log_alpha)[0]
     assert_close(gradient, case.args.alpha_init * spare_entropy.detach())

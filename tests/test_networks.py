@@ -22,6 +22,7 @@ from torch.testing import assert_close
 from trudi_continuous import (
     DiffusionPolicy,
     Normalizer,
+    entropy_bound,
     sample_chain,
     scale_rewards,
     trajectory_kl,
@@ -50,6 +51,24 @@ def test_control_against_plain_network():
         assert (one != next_one).all()  # the network tells the steps apart
 
 
+def test_controls_of_steps_have_the_same_gradients():
+    policy = make_agent(make_args()).policy
+    embedded = policy.embed(torch.randn(9, OBS_DIM))
+    x = torch.randn(9, ACTION_DIM)
+    parameters = list(policy.parameters())
+    by_one = sum(policy.control(embedded[k], x).cos() for k in range(policy.num_steps))
+    steps = policy.controls_of_steps()
+    by_steps = sum(steps[k](embedded[k], x).cos() for k in range(policy.num_steps))
+    assert_close(by_one, by_steps)
+    expected = torch.autograd.grad(by_one.sum(), parameters, retain_graph=True)
+    for gradient, want in zip(
+        torch.autograd.grad(by_steps.sum(), parameters), expected, strict=True
+    ):
+        assert_close(gradient, want)
+    with torch.no_grad():
+        assert policy.controls_of_steps() == [policy.control] * policy.num_steps
+
+
 @pytest.mark.parametrize("actor_dim, action_dim", [(5, 2), (60, 17), (1, 1)])
 def test_first_layers_start_like_one_linear_layer(actor_dim, action_dim):
     """All weights and the bias are uniform, as in nn.Linear of the whole input."""
@@ -58,10 +77,10 @@ def test_first_layers_start_like_one_linear_layer(actor_dim, action_dim):
     policy = DiffusionPolicy(actor_dim + 3, actor_dim, action_dim, args)
     whole = nn.Linear(actor_dim + action_dim + 32, hidden)
     bound = 1 / math.sqrt(actor_dim + action_dim + 32)
-    layers = (policy.obs_layer, policy.x_layer, policy.time_layer)
+    layers = (policy.obs_layer, policy.control.x_layer, policy.time_layer)
     assert sum(layer.weight.numel() for layer in layers) == whole.weight.numel()
     assert policy.obs_layer.bias.shape == whole.bias.shape
-    assert policy.x_layer.bias is None
+    assert policy.control.x_layer.bias is None
     assert policy.time_layer.bias is None
     drawn = [whole.weight, whole.bias, policy.obs_layer.bias]
     drawn += [layer.weight for layer in layers]
@@ -83,9 +102,9 @@ def test_actor_and_critic_see_their_own_columns():
     controls = torch.zeros(5, 1, 4, ACTION_DIM)
 
     def of_actor(obs):
-        chain = sample_chain(policy, obs, noise)
-        kl = trajectory_kl(policy, obs, latents, controls)
-        columns = [chain.action, chain.entropy_bound[:, None], kl[:, None]]
+        chain = sample_chain(policy, policy.embed(obs), noise)
+        kl = trajectory_kl(policy, policy.embed(obs), latents, controls)
+        columns = [chain.action, entropy_bound(policy, chain)[:, None], kl[:, None]]
         columns.append(ode_action(policy, obs, x, 1.0))
         return torch.cat(columns, dim=1)
 

@@ -40,6 +40,10 @@ def trained(request, tmp_path_factory):
     return request.param, folder
 
 
+def load_checkpoint_args(script, path):
+    return script.load_checkpoint(script.Args(evaluate=str(path)))["args"]
+
+
 def refused(*flags, names, script=trudi, code=2):
     err = run(*flags, code=code, script=script).err
     assert err.count("\n") == 1 and err.startswith("error: ")
@@ -277,6 +281,11 @@ def test_checkpoints_that_do_not_fit(mode, trained, tmp_path):
     changed["args"]["a_new_setting"] = 1
     torch.save(changed, path)
     refused(mode, folder, names=[str(path), "another version"], script=script)
+
+    del changed["args"]["a_new_setting"]
+    del changed["args"]["compile"]  # as if it had been written before there was such a setting
+    torch.save(changed, path)
+    assert load_checkpoint_args(script, path)["compile"] is False
     torch.save([1, 2], path)
     refused(mode, folder, names=[str(path)], script=script)
     path.unlink()

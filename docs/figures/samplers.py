@@ -21,6 +21,7 @@ the SDE, with c = 1 they are narrower, and both modes survive. So c = 0.5 keeps 
 policy, as the paper says, only where the noising reaches the prior.
 """
 
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +82,8 @@ class MixturePolicy:
         self.num_steps = num_steps
         self.schedule = trudi.cosine_schedule(num_steps, power=2)
         self.step_sizes = torch.tensor(self.schedule)
+        scales = [eta] + [math.sqrt(2 * e) for e in self.schedule]
+        self.noise_scales = torch.tensor(scales)
         self.weights = torch.tensor(WEIGHTS)
         means = torch.tensor(MEANS)
         variance = torch.tensor(STD**2)
@@ -116,6 +119,9 @@ class MixturePolicy:
         e = self.step_sizes[k]
         next_mean = (x + 2 * e * self.score(x, k)) / (1 - e / self.eta**2)
         return (next_mean - x) / e + x / self.eta**2
+
+    def controls_of_steps(self):
+        return [self.control] * self.num_steps
 
     def noise(self, batch_size, generator):
         return torch.randn(self.num_steps + 1, batch_size, 1, generator=generator)
