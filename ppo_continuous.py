@@ -10,7 +10,7 @@ subtracts a parabola, so that its best r is 1 + eps * sign(A).
     SPO: r A - |A| (r - 1)^2 / (2 eps), with --objective spo        objective
     the value function's error, clipped by eps, too                 value_loss
     generalized advantage estimates: TD(lambda) targets - values    compute_targets
-    the learning rate follows the KL to the rollout policy          adapted_learning_rate
+    the learning rate follows the KL to the rollout policy          adapt_learning_rate
 
 Usage:
     python ppo_continuous.py                                   # CheetahRun-v1
@@ -28,10 +28,12 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 import zipfile
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -39,6 +41,7 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import tyro
 from torch import nn
 
@@ -71,6 +74,8 @@ class Args:
     bench: int = 0  # measure so many iterations and write nothing
     torch_threads: int = 1  # CPU threads of torch and EnvPool
     compile: bool = False  # torch.compile the hot functions
+    cudagraphs: bool = False  # record the steps of acting and learning as CUDA graphs
+    tf32: bool = True  # matrix products on CUDA with 10 bits of mantissa, in a fraction of the time
 
     # rollout and optimization
     num_envs: int = 1024  # parallel environments (E)
@@ -127,7 +132,7 @@ LIMITS = dict(
 )
 # Settings that --resume and --evaluate may change.
 MAY_CHANGE = {"run_dir", "resume", "evaluate", "track", "compile", "device", "torch_threads"}
-MAY_CHANGE |= {"total_timesteps"}  # and what begins with eval_
+MAY_CHANGE |= {"total_timesteps", "cudagraphs", "tf32"}  # and what begins with eval_
 
 
 def parse_args(argv=None):
@@ -140,6 +145,8 @@ def parse_args(argv=None):
     device = given.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        if extras:
+            extras.warn_about_gpu()
     elif device == "cuda" and not torch.cuda.is_available():
         stop("--device cuda: torch sees no CUDA device here")
     checkpoint = None
@@ -177,8 +184,10 @@ def check_args(args):
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
         stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
-    if (args.bench or args.track) and extras is None:
-        stop("--bench and --track need tools/extras.py beside this script")
+    if (args.bench or args.track or args.cudagraphs) and extras is None:
+        stop("--bench, --track and --cudagraphs need tools/extras.py beside this script")
+    if args.cudagraphs and args.device != "cuda":
+        stop("--cudagraphs needs a CUDA device")
 
 
 # === 2. Environments: one contract for all simulators ===
@@ -365,6 +374,59 @@ class VecEnv:
 
 
 # --- end shared ---
+# --- shared: several processes ---
+def one_gpu_each():
+    """Under torchrun each process sees one GPU, its own. Before anything asks for a GPU."""
+    if "LOCAL_RANK" not in os.environ:
+        return
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = gpus.split(",") if gpus else list(map(str, range(torch.cuda.device_count())))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if gpus and local_rank >= len(gpus):
+        stop(f"process {local_rank} has no GPU: --nproc-per-node can be at most {len(gpus)} here")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank]
+
+
+def join_processes(args):
+    """Meet the other processes of torchrun. -> rank of this one, number of them"""
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes == 1:
+        return 0, 1
+    if args.evaluate or args.cudagraphs:
+        stop("--evaluate and --cudagraphs work in one process, without torchrun")
+    if args.num_envs % num_processes != 0:
+        stop(f"num_envs {args.num_envs} cannot be shared by {num_processes} processes")
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=2))  # some wait for an evaluation
+    if dist.get_rank() > 0:  # the first process speaks for all, and listens
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return dist.get_rank(), num_processes
+
+
+def average(tensors):
+    """Replace tensors by their means over all processes; in a single process nothing changes."""
+    if not dist.is_initialized():
+        return
+    row = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    dist.all_reduce(row)
+    row /= dist.get_world_size()
+    for tensor, values in zip(tensors, row.split([x.numel() for x in tensors]), strict=True):
+        tensor.detach().copy_(values.view_as(tensor))
+
+
+def sums(numbers, device):
+    """The sums of numbers over all processes."""
+    if not dist.is_initialized():
+        return numbers
+    row = torch.tensor(numbers, device=device)
+    dist.all_reduce(row)
+    return row.tolist()
+
+
+# --- end shared ---
 # === 3. Networks ===
 # --- shared: normalizer ---
 class Normalizer(nn.Module):
@@ -379,8 +441,15 @@ class Normalizer(nn.Module):
     def update(self, obs):
         """Merge the moments of a batch (E, O) into the running ones (Chan et al., 1979)."""
         batch_var, batch_mean = torch.var_mean(obs, dim=0, correction=0)
-        self.count += len(obs)
-        share = len(obs) / self.count
+        batch_size = len(obs)
+        if dist.is_initialized():  # the moments of the batches of all processes
+            batch_size *= dist.get_world_size()
+            own_mean = batch_mean.clone()
+            average([batch_mean])
+            batch_var += (own_mean - batch_mean) ** 2
+            average([batch_var])
+        self.count += batch_size
+        share = batch_size / self.count
         delta = batch_mean - self.mean
         self.var.lerp_(batch_var + (1 - share) * delta**2, share)
         self.mean.lerp_(batch_mean, share)
@@ -519,21 +588,24 @@ def anneal(optimizer, share_done, args):
         optimizer.param_groups[0]["lr"].fill_(args.learning_rate * (1 - share_done))
 
 
-def adapted_learning_rate(learning_rate, kl, desired_kl):
+def adapt_learning_rate(optimizer, kl, desired_kl):
     """rsl_rl's rule. All are tensors, so the host need not wait for the KL."""
     factor = torch.where(kl < desired_kl / 2, 1.5, 1.0)
     factor = torch.where(kl > 2 * desired_kl, 1 / 1.5, factor)
-    return (learning_rate * factor).clamp(1e-5, 1e-2)
+    optimizer.param_groups[0]["lr"].mul_(factor).clamp_(1e-5, 1e-2)
 
 
 def normalize_advantage(advantage, broken):
     """(T, E) -> mean zero and variance one over the steps that are not broken, zero elsewhere"""
-    whole = ~broken
-    num_whole = whole.sum().clamp(min=1)
-    mean = (advantage * whole).sum() / num_whole
-    centered = (advantage - mean) * whole
-    variance = centered.square().sum() / num_whole
-    return centered / (variance.sqrt() + 1e-8)
+    whole = (~broken).to(advantage)
+    num_whole = whole.sum()
+    total = (advantage * whole).sum()
+    average([num_whole, total])
+    num_whole.clamp_(min=1)
+    centered = (advantage - total / num_whole) * whole
+    total_square = centered.square().sum()
+    average([total_square])
+    return centered / ((total_square / num_whole).sqrt() + 1e-8)
 
 
 # --- end shared ---
@@ -546,31 +618,36 @@ def act(agent, obs, sampler, args, generator):
 
 
 # === 5. One iteration: rollout, targets, update ===
+def policy_step(agent, args, batch):
+    """Sample actions for observations. batch: obs (E, O), noise. -> what the rollout stores"""
+    policy = agent.policy
+    policy.normalizer.update(batch["obs"])
+    normalized = policy.normalizer(batch["obs"])  # old and new policy must see the same input
+    mean = policy(normalized)
+    log_std = policy.log_std.expand_as(mean)
+    return {
+        "obs": normalized,
+        "action": mean + log_std.exp() * batch["noise"],
+        "mean": mean,  # with log_std it is the policy that the ratio compares with
+        "log_std": log_std,
+    }
+
+
 @torch.no_grad()
 def rollout(agent, envs, obs, args, generator):
     """Collect T steps with the current policy. -> dict of (T, E, ...), next observation"""
     policy = agent.policy
     steps = []
     for _ in range(args.num_steps):
-        policy.normalizer.update(obs)
-        normalized = policy.normalizer(obs)  # stored: old and new policy must see the same input
-        mean = policy(normalized)
-        log_std = policy.log_std.expand_as(mean)
-        action = mean + log_std.exp() * policy.noise(len(obs), generator)
-        obs, reward, terminated, truncated, final_obs = envs.step(action)
-        steps.append(
-            {
-                "obs": normalized,
-                "action": action,
-                "mean": mean,  # with log_std it is the policy that the ratio compares with
-                "log_std": log_std,
-                "reward": reward,
-                "terminated": terminated,
-                "truncated": truncated,
-                "broken": envs.broken,
-                "next_obs": policy.normalizer(final_obs),
-            }
-        )
+        batch = {"obs": obs, "noise": policy.noise(len(obs), generator)}
+        step = policy_step(agent, args, batch)
+        obs, reward, terminated, truncated, final_obs = envs.step(step["action"])
+        step["reward"] = reward
+        step["terminated"] = terminated
+        step["truncated"] = truncated
+        step["broken"] = envs.broken
+        step["next_obs"] = policy.normalizer(final_obs)
+        steps.append(step)
     data = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     return data, obs
 
@@ -595,6 +672,7 @@ def scale_rewards(agent, reward, ended, args):
         agent.squared_return_sum += agent.discounted_return.square().sum()
         agent.return_count += len(agent.discounted_return)
         agent.discounted_return *= ~ended[t]
+    average([agent.squared_return_sum, agent.return_count])
     rms = (agent.squared_return_sum / agent.return_count).sqrt().clamp(min=1e-8)
     return reward * args.return_scale / rms
 
@@ -634,26 +712,29 @@ def compute_targets(agent, data, args, generator):
     return {name: values[rows] for name, values in flat.items()}
 
 
+def gradient_step(agent, optimizer, args, batch):
+    """-> metrics"""
+    loss, metrics = policy_loss(agent, batch, args)
+    if schedule_of(args) == "adaptive":
+        average([metrics["policy/kl"]])
+        adapt_learning_rate(optimizer, metrics["policy/kl"], args.desired_kl)
+    optimizer.zero_grad()
+    loss.backward()
+    average([parameter.grad for parameter in agent.parameters()])
+    norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return {**metrics, "losses/grad_norm": norm}
+
+
 def update(agent, optimizer, data, args, generator):
     """Epochs of minibatches. -> mean metrics"""
-    group = optimizer.param_groups[0]
-    adaptive = schedule_of(args) == "adaptive"
     batch_size = len(data["target"])
     history = []
     for _ in range(args.update_epochs):
         order = torch.randperm(batch_size, generator=generator, device=generator.device)
         for index in order.split(batch_size // args.num_minibatches):
             batch = {name: values[index] for name, values in data.items()}
-            loss, metrics = policy_loss(agent, batch, args)
-            if adaptive:
-                group["lr"] = adapted_learning_rate(
-                    group["lr"], metrics["policy/kl"], args.desired_kl
-                )
-            optimizer.zero_grad()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-            optimizer.step()
-            history.append({**metrics, "losses/grad_norm": norm})
+            history.append(gradient_step(agent, optimizer, args, batch))
 
     means = {}
     for name in history[0]:
@@ -662,7 +743,8 @@ def update(agent, optimizer, data, args, generator):
     residual = target - data["value"]
     means["losses/target"] = target.mean()
     means["losses/explained_variance"] = 1 - residual.var() / target.var()
-    means["policy/learning_rate"] = group["lr"].to(target)
+    means["policy/learning_rate"] = optimizer.param_groups[0]["lr"].clone()
+    average(list(means.values()))
     return means
 
 
@@ -842,9 +924,22 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
     if generator is not None:
         for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        if checkpoint["generator"].shape == generator.get_state().shape:  # the same kind of device
+            rate = optimizer.param_groups[0]["lr"]
+            if torch.is_tensor(rate):
+                optimizer.param_groups[0]["lr"] = rate.to(args.device)
+        same_kind = checkpoint["generator"].shape == generator.get_state().shape  # of device
+        if same_kind and not dist.is_initialized():
             generator.set_state(checkpoint["generator"])
         print("resumed; episodes that were interrupted start again")
+
+
+def check_processes(progress, num_processes):
+    """-> progress of a run that can go on with so many processes"""
+    before = progress.get("processes", 1)
+    if before != num_processes:
+        command = "python" if before == 1 else f"torchrun --nproc-per-node {before}"
+        stop(f"the run was started with {before} processes, not {num_processes}: use {command}")
+    return progress
 
 
 def start_run(args, checkpoint):
@@ -880,6 +975,19 @@ def start_run(args, checkpoint):
     return run_dir, args_file
 
 
+def make_row(progress, episodes, eval_episodes):
+    """A row of metrics.csv, to be completed."""
+    row = {
+        "global_step": progress["step"],
+        "time/elapsed": progress["elapsed"],
+        "charts/nonfinite": progress["nonfinite"],
+    }
+    for name in EPISODE_METRICS:
+        row[f"charts/episode_{name}"] = mean_of(episodes, name)
+        row[f"eval/{name}"] = mean_of(eval_episodes, name)
+    return row
+
+
 def log_row(run_dir, row, text, display):
     """A line of metrics.csv, and one for the person who watches."""
     try:
@@ -907,84 +1015,70 @@ def to_floats(metrics, agent):
 
 # --- end shared ---
 # === 7. Main ===
-def main(argv=None):
-    args, checkpoint = parse_args(argv)
-    torch.set_num_threads(args.torch_threads)
-    progress = {"step": 0, "best_return": -math.inf, "elapsed": 0.0, "nonfinite": 0}
-    if args.resume:
-        progress = checkpoint["progress"]
-
-    # seeds
-    torch.manual_seed(args.seed)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-
-    # environments, networks, optimizer
-    env_seed = 10_007 * args.seed + progress["step"]
-    eval_envs = make_envs(args, args.eval_episodes, env_seed + 5_000)
-    agent = Agent(eval_envs, args).to(args.device)
-    if args.evaluate:
-        restore(checkpoint, args, agent)
-        final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
-        return
-    envs = make_envs(args, args.num_envs, env_seed, stagger=True)
-    learning_rate = torch.tensor(args.learning_rate, device=args.device)  # a tensor, see update
-    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, fused=True)
-    optimizers = (optimizer,)
-    if args.resume:
-        restore(checkpoint, args, agent, optimizers, generator)
-    if args.compile:  # the one place where functions are compiled
+def prepare_functions(args):
+    """The one place where functions are compiled, or recorded as CUDA graphs."""
+    if args.compile:
         global policy_loss, td_lambda_targets
         policy_loss = torch.compile(policy_loss)
         td_lambda_targets = torch.compile(td_lambda_targets)
-    if args.bench:
-        extras.bench(sys.modules[__name__], agent, envs, optimizers, args, generator)
-        return
+    if args.cudagraphs:
+        global policy_step, gradient_step
+        policy_step = extras.Graph(policy_step)
+        gradient_step = extras.Graph(gradient_step)
 
+
+def train(
+    args, args_now, progress, checkpoint, rank, agent, envs, eval_envs, optimizers, generator
+):
+    """All processes run this loop; the first one, of rank 0, evaluates, logs and saves."""
     # run folder
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     eval_iterations = np.linspace(0, num_iterations, args.eval_points + 1)[1:].round()
-    run_dir, args_file = start_run(args, checkpoint)  # locked while args_file is open
-    state = (args, agent, progress, optimizers, generator)
-    save_checkpoint(run_dir / "checkpoint.pt", *state)
     total = num_iterations * batch_size
-    display = extras.Display(run_dir, args, progress, total) if extras else None
+    state = (args, agent, progress, optimizers, generator)
+    display = None
+    if rank == 0:
+        run_dir, args_file = start_run(args, checkpoint)  # locked while args_file is open
+        save_checkpoint(run_dir / "checkpoint.pt", *state)
+    if rank == 0 and extras:
+        display = extras.Display(run_dir, args, progress, total)
 
     # training loop
+    (optimizer,) = optimizers
     earlier_nonfinite = progress["nonfinite"]
     obs = envs.reset()
     for iteration in range(progress["step"] // batch_size + 1, num_iterations + 1):
         start = time.perf_counter()
         anneal(optimizer, (iteration - 1) / num_iterations, args)
-        data, obs = rollout(agent, envs, obs, args, generator)
+        data, obs = rollout(agent, envs, obs, args_now, generator)
         rollout_end = time.perf_counter()
-        data = compute_targets(agent, data, args, generator)
-        metrics = update(agent, optimizer, data, args, generator)
+        data = compute_targets(agent, data, args_now, generator)
+        metrics = update(agent, optimizer, data, args_now, generator)
         metrics = to_floats(metrics, agent)  # waits for the device
         update_end = time.perf_counter()
 
         episodes = [episode for episode in envs.pop_finished() if not episode["broken"]]
         eval_episodes = []
         evaluated = iteration in eval_iterations
-        if evaluated:
+        if evaluated and rank == 0:
             eval_episodes = evaluate(agent, eval_envs, args.eval_sampler, args, display)
             evaluated = len(eval_episodes) > 0
         eval_end = time.perf_counter()
+        stop_signal = display.stop_signal if display else 0  # Ctrl-C or SIGTERM
+        nonfinite, stop_signal = sums([int(envs.nonfinite), stop_signal], args.device)
         progress["step"] = iteration * batch_size
         progress["elapsed"] += eval_end - start
-        progress["nonfinite"] = earlier_nonfinite + int(envs.nonfinite)
-        row = {
-            "global_step": progress["step"],
-            "time/elapsed": progress["elapsed"],
-            "time/rollout": rollout_end - start,
-            "time/update": update_end - rollout_end,
-            "time/eval": eval_end - update_end,
-            "charts/sps": batch_size / (update_end - start),
-            "charts/nonfinite": progress["nonfinite"],
-        }
-        for name in EPISODE_METRICS:
-            row[f"charts/episode_{name}"] = mean_of(episodes, name)
-            row[f"eval/{name}"] = mean_of(eval_episodes, name)
+        progress["nonfinite"] = earlier_nonfinite + nonfinite
+        if rank > 0 and stop_signal:
+            break
+        if rank > 0:
+            continue
+        row = make_row(progress, episodes, eval_episodes)
+        row["time/rollout"] = rollout_end - start
+        row["time/update"] = update_end - rollout_end
+        row["time/eval"] = eval_end - update_end
+        row["charts/sps"] = batch_size / (update_end - start)
         row |= metrics
         text = f"KL {row['policy/kl']:.3f}/{args.desired_kl:g}  std {row['policy/std']:.2g}"
         text += f"  learning rate {row['policy/learning_rate']:.1e}"
@@ -993,15 +1087,57 @@ def main(argv=None):
         if evaluated and row["eval/return"] > progress["best_return"]:
             progress["best_return"] = row["eval/return"]
             save_checkpoint(run_dir / "best.pt", *state)
-        stopping = display and display.stop_signal  # Ctrl-C or SIGTERM
-        if evaluated or stopping:
+        if evaluated or stop_signal:
             save_checkpoint(run_dir / "checkpoint.pt", *state)
         if display:
-            display.after_checkpoint(evaluated, stopping)
+            display.after_checkpoint(evaluated, stop_signal)
 
-    save_checkpoint(run_dir / "policy.pt", args, agent, progress)
-    final_report(agent, args, run_dir, display)
-    args_file.close()
+    if rank == 0:
+        save_checkpoint(run_dir / "policy.pt", args, agent, progress)
+        final_report(agent, args, run_dir, display)
+        args_file.close()
+
+
+def main(argv=None):
+    one_gpu_each()
+    args, checkpoint = parse_args(argv)
+    torch.set_num_threads(args.torch_threads)
+    if args.device == "cuda" and args.tf32:
+        torch.set_float32_matmul_precision("high")
+    rank, num_processes = join_processes(args)
+    progress = {"step": 0, "best_return": -math.inf, "elapsed": 0.0, "nonfinite": 0}
+    progress["processes"] = num_processes
+    if args.resume:
+        progress = check_processes(checkpoint["progress"], num_processes)
+
+    # seeds: the processes start with equal networks, and have noise and environments of their own
+    torch.manual_seed(args.seed)
+    generator = torch.Generator(args.device).manual_seed(args.seed + 1_000_003 * rank)
+
+    # environments, networks, optimizer
+    env_seed = 10_007 * args.seed + progress["step"] + 100_003 * rank
+    eval_envs = make_envs(args, args.eval_episodes, env_seed + 5_000)
+    args_now = replace(args, num_envs=args.num_envs // num_processes)  # the share of this process
+    agent = Agent(eval_envs, args_now).to(args.device)
+    if args.evaluate:
+        restore(checkpoint, args, agent)
+        final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
+        return
+    envs = make_envs(args, args_now.num_envs, env_seed, stagger=True)
+    learning_rate = torch.tensor(args.learning_rate, device=args.device)  # which changes in the run
+    kind = dict(fused=True, capturable=args.cudagraphs)
+    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, **kind)
+    optimizers = (optimizer,)
+    if args.resume:
+        restore(checkpoint, args, agent, optimizers, generator)
+    prepare_functions(args)
+    if args.bench:
+        extras.bench(sys.modules[__name__], agent, envs, optimizers, args_now, generator)
+        return
+    workers = (agent, envs, eval_envs, optimizers, generator)
+    train(args, args_now, progress, checkpoint, rank, *workers)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

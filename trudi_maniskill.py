@@ -36,12 +36,14 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 import time
 import types
 import warnings
 import zipfile
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
@@ -49,6 +51,7 @@ from typing import Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import nn
@@ -84,6 +87,8 @@ class Args:
     bench: int = 0  # measure so many iterations and write nothing
     torch_threads: int = 1  # CPU threads of torch; 1 lets runs share a machine
     compile: bool = False  # torch.compile the hot functions
+    cudagraphs: bool = False  # record the steps of acting and learning as CUDA graphs
+    tf32: bool = True  # matrix products on CUDA with 10 bits of mantissa, in a fraction of the time
 
     # rollout and optimization
     num_envs: int = 1024  # parallel environments (E)
@@ -163,7 +168,7 @@ LIMITS = dict(
 )
 # Settings that --resume and --evaluate may change.
 MAY_CHANGE = {"run_dir", "resume", "evaluate", "track", "compile", "device", "torch_threads"}
-MAY_CHANGE |= {"backend", "total_timesteps"}  # and what begins with eval_
+MAY_CHANGE |= {"backend", "total_timesteps", "cudagraphs", "tf32"}  # and what begins with eval_
 
 
 def parse_args(argv=None):
@@ -176,6 +181,8 @@ def parse_args(argv=None):
     device = given.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        if extras:
+            extras.warn_about_gpu()
     elif device == "cuda" and not torch.cuda.is_available():
         stop("--device cuda: torch sees no CUDA device here")
     checkpoint = None
@@ -231,8 +238,10 @@ def check_args(args):
         stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
     if args.policy_delay > args.update_epochs * args.num_minibatches:
         stop("policy_delay must be at most update_epochs * num_minibatches")
-    if (args.bench or args.track) and extras is None:
-        stop("--bench and --track need tools/extras.py beside this script")
+    if (args.bench or args.track or args.cudagraphs) and extras is None:
+        stop("--bench, --track and --cudagraphs need tools/extras.py beside this script")
+    if args.cudagraphs and args.device != "cuda":
+        stop("--cudagraphs needs a CUDA device")
 
 
 # === 2. Environments: ManiSkill on a GPU, or in a batch on a CPU ===
@@ -423,6 +432,59 @@ class VecEnv:
 
 
 # --- end shared ---
+# --- shared: several processes ---
+def one_gpu_each():
+    """Under torchrun each process sees one GPU, its own. Before anything asks for a GPU."""
+    if "LOCAL_RANK" not in os.environ:
+        return
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = gpus.split(",") if gpus else list(map(str, range(torch.cuda.device_count())))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if gpus and local_rank >= len(gpus):
+        stop(f"process {local_rank} has no GPU: --nproc-per-node can be at most {len(gpus)} here")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank]
+
+
+def join_processes(args):
+    """Meet the other processes of torchrun. -> rank of this one, number of them"""
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes == 1:
+        return 0, 1
+    if args.evaluate or args.cudagraphs:
+        stop("--evaluate and --cudagraphs work in one process, without torchrun")
+    if args.num_envs % num_processes != 0:
+        stop(f"num_envs {args.num_envs} cannot be shared by {num_processes} processes")
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=2))  # some wait for an evaluation
+    if dist.get_rank() > 0:  # the first process speaks for all, and listens
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return dist.get_rank(), num_processes
+
+
+def average(tensors):
+    """Replace tensors by their means over all processes; in a single process nothing changes."""
+    if not dist.is_initialized():
+        return
+    row = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    dist.all_reduce(row)
+    row /= dist.get_world_size()
+    for tensor, values in zip(tensors, row.split([x.numel() for x in tensors]), strict=True):
+        tensor.detach().copy_(values.view_as(tensor))
+
+
+def sums(numbers, device):
+    """The sums of numbers over all processes."""
+    if not dist.is_initialized():
+        return numbers
+    row = torch.tensor(numbers, device=device)
+    dist.all_reduce(row)
+    return row.tolist()
+
+
+# --- end shared ---
 # === 3. Networks ===
 # --- shared: normalizer ---
 class Normalizer(nn.Module):
@@ -437,8 +499,15 @@ class Normalizer(nn.Module):
     def update(self, obs):
         """Merge the moments of a batch (E, O) into the running ones (Chan et al., 1979)."""
         batch_var, batch_mean = torch.var_mean(obs, dim=0, correction=0)
-        self.count += len(obs)
-        share = len(obs) / self.count
+        batch_size = len(obs)
+        if dist.is_initialized():  # the moments of the batches of all processes
+            batch_size *= dist.get_world_size()
+            own_mean = batch_mean.clone()
+            average([batch_mean])
+            batch_var += (own_mean - batch_mean) ** 2
+            average([batch_var])
+        self.count += batch_size
+        share = batch_size / self.count
         delta = batch_mean - self.mean
         self.var.lerp_(batch_var + (1 - share) * delta**2, share)
         self.mean.lerp_(batch_mean, share)
@@ -789,30 +858,35 @@ def dual_loss(agent, metrics, args):
 
 # --- end shared ---
 # === 6. One iteration: rollout, targets, update ===
+def policy_step(agent, args, batch):
+    """Sample actions for observations. batch: obs (E, O), noise. -> what the rollout stores"""
+    policy = agent.policy
+    policy.normalizer.update(batch["obs"])
+    normalized = policy.normalizer(batch["obs"])  # old and new policy must see the same input
+    chain = sample_chain(policy, policy.embed(normalized), batch["noise"])
+    return {
+        "obs": normalized,
+        "action": chain.action,
+        "latents": chain.latents,  # with the controls they define the trust region
+        "controls": chain.controls,
+    }
+
+
 @torch.no_grad()
 def rollout(agent, envs, obs, args, generator):
     """Collect T steps with the current policy. -> dict of (T, E, ...), next observation"""
     policy = agent.policy
     steps = []
     for _ in range(args.num_steps):
-        policy.normalizer.update(obs)
-        normalized = policy.normalizer(obs)  # stored: old and new policy must see the same input
-        noise = policy.noise(len(obs), generator)
-        chain = sample_chain(policy, policy.embed(normalized), noise)
-        obs, reward, terminated, truncated, final_obs = envs.step(chain.action)
-        steps.append(
-            {
-                "obs": normalized,
-                "action": chain.action,
-                "latents": chain.latents,  # with the controls they define the trust region
-                "controls": chain.controls,
-                "reward": reward,
-                "terminated": terminated,
-                "truncated": truncated,
-                "broken": envs.broken,
-                "next_obs": policy.normalizer(final_obs),
-            }
-        )
+        batch = {"obs": obs, "noise": policy.noise(len(obs), generator)}
+        step = policy_step(agent, args, batch)
+        obs, reward, terminated, truncated, final_obs = envs.step(step["action"])
+        step["reward"] = reward
+        step["terminated"] = terminated
+        step["truncated"] = truncated
+        step["broken"] = envs.broken
+        step["next_obs"] = policy.normalizer(final_obs)
+        steps.append(step)
     data = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     return data, obs
 
@@ -837,6 +911,7 @@ def scale_rewards(agent, reward, ended, args):
         agent.squared_return_sum += agent.discounted_return.square().sum()
         agent.return_count += len(agent.discounted_return)
         agent.discounted_return *= ~ended[t]
+    average([agent.squared_return_sum, agent.return_count])
     rms = (agent.squared_return_sum / agent.return_count).sqrt().clamp(min=1e-8)
     return reward * args.return_scale / rms
 
@@ -898,11 +973,36 @@ def compute_targets(agent, data, args, generator):
     return {name: values[rows] for name, values in flat.items()}
 
 
+def critic_step(agent, optimizer, args, batch):
+    """-> metrics"""
+    loss, metrics = critic_loss(agent.critic, batch, args)
+    optimizer.zero_grad()
+    loss.backward()
+    average([parameter.grad for parameter in agent.critic.parameters()])
+    norm = nn.utils.clip_grad_norm_(agent.critic.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return {**metrics, "losses/critic_grad_norm": norm}
+
+
+def actor_step(agent, optimizer, args, batch):
+    """A step of policy and duals, with noise for new actions in the batch. -> metrics"""
+    sparse = batch["obs"].device.type == "cpu" and not args.compile  # which wants fixed shapes
+    policy_loss = sparse_actor_loss if sparse else actor_loss
+    loss, metrics = policy_loss(agent, batch, batch["noise"], args)
+    metrics["losses/actor"] = loss.detach()
+    loss = loss + dual_loss(agent, metrics, args)
+    optimizer.zero_grad()
+    # the critic's parameters get no gradient from the policy's loss
+    parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
+    loss.backward(inputs=parameters)
+    average([parameter.grad for parameter in parameters if parameter.grad is not None])
+    norm = nn.utils.clip_grad_norm_(agent.policy.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return {**metrics, "losses/actor_grad_norm": norm}
+
+
 def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
     """Epochs of minibatches: a critic step, then a step of policy and duals. -> mean metrics"""
-    sparse = generator.device.type == "cpu" and not args.compile  # which wants fixed shapes
-    policy_loss = sparse_actor_loss if sparse else actor_loss
-    actor_parameters = [*agent.policy.parameters(), agent.log_alpha, agent.log_lambda]
     batch_size = len(data["target"])
     critic_history = []
     policy_history = []
@@ -910,25 +1010,10 @@ def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
         order = torch.randperm(batch_size, generator=generator, device=generator.device)
         for index in order.split(batch_size // args.num_minibatches):
             batch = {name: values[index] for name, values in data.items()}
-            loss, metrics = critic_loss(agent.critic, batch, args)
-            critic_optimizer.zero_grad()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(agent.critic.parameters(), args.max_grad_norm)
-            critic_optimizer.step()
-            critic_history.append({**metrics, "losses/critic_grad_norm": norm})
-            if len(critic_history) % args.policy_delay != 0:
-                continue
-
-            noise = agent.policy.noise(len(index), generator)
-            loss, metrics = policy_loss(agent, batch, noise, args)
-            metrics["losses/actor"] = loss.detach()
-            loss = loss + dual_loss(agent, metrics, args)
-            actor_optimizer.zero_grad()
-            # the critic's parameters get no gradient from the policy's loss
-            loss.backward(inputs=actor_parameters)
-            norm = nn.utils.clip_grad_norm_(agent.policy.parameters(), args.max_grad_norm)
-            actor_optimizer.step()
-            policy_history.append({**metrics, "losses/actor_grad_norm": norm})
+            critic_history.append(critic_step(agent, critic_optimizer, args, batch))
+            if len(critic_history) % args.policy_delay == 0:
+                batch["noise"] = agent.policy.noise(len(index), generator)
+                policy_history.append(actor_step(agent, actor_optimizer, args, batch))
 
     means = {}
     for history in (critic_history, policy_history):
@@ -940,6 +1025,7 @@ def update(agent, actor_optimizer, critic_optimizer, data, args, generator):
     means["losses/clipped_targets"] = outside_range.float().mean()
     means["policy/alpha"] = agent.log_alpha.exp().detach()
     means["policy/lambda"] = agent.log_lambda.exp().detach()
+    average(list(means.values()))
     return means
 
 
@@ -1119,9 +1205,22 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
     if generator is not None:
         for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        if checkpoint["generator"].shape == generator.get_state().shape:  # the same kind of device
+            rate = optimizer.param_groups[0]["lr"]
+            if torch.is_tensor(rate):
+                optimizer.param_groups[0]["lr"] = rate.to(args.device)
+        same_kind = checkpoint["generator"].shape == generator.get_state().shape  # of device
+        if same_kind and not dist.is_initialized():
             generator.set_state(checkpoint["generator"])
         print("resumed; episodes that were interrupted start again")
+
+
+def check_processes(progress, num_processes):
+    """-> progress of a run that can go on with so many processes"""
+    before = progress.get("processes", 1)
+    if before != num_processes:
+        command = "python" if before == 1 else f"torchrun --nproc-per-node {before}"
+        stop(f"the run was started with {before} processes, not {num_processes}: use {command}")
+    return progress
 
 
 def start_run(args, checkpoint):
@@ -1157,6 +1256,19 @@ def start_run(args, checkpoint):
     return run_dir, args_file
 
 
+def make_row(progress, episodes, eval_episodes):
+    """A row of metrics.csv, to be completed."""
+    row = {
+        "global_step": progress["step"],
+        "time/elapsed": progress["elapsed"],
+        "charts/nonfinite": progress["nonfinite"],
+    }
+    for name in EPISODE_METRICS:
+        row[f"charts/episode_{name}"] = mean_of(episodes, name)
+        row[f"eval/{name}"] = mean_of(eval_episodes, name)
+    return row
+
+
 def log_row(run_dir, row, text, display):
     """A line of metrics.csv, and one for the person who watches."""
     try:
@@ -1184,69 +1296,54 @@ def to_floats(metrics, agent):
 
 # --- end shared ---
 # === 8. Main ===
-def main(argv=None):
-    args, checkpoint = parse_args(argv)
-    torch.set_num_threads(args.torch_threads)
-    progress = {"step": 0, "best_return": -math.inf, "elapsed": 0.0, "nonfinite": 0}
-    if args.resume:
-        progress = checkpoint["progress"]
-
-    # seeds
-    torch.manual_seed(args.seed)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-
-    # environments, networks, optimizers
-    env_seed = 10_007 * args.seed + progress["step"]
-    eval_envs = make_envs(args, args.eval_episodes, env_seed + 5_000)
-    agent = Agent(eval_envs, args).to(args.device)
-    if args.evaluate:
-        restore(checkpoint, args, agent)
-        final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
-        return
-    envs = make_envs(args, args.num_envs, env_seed, training=True)
-    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
-    duals["betas"] = (0.9, 0.99)  # a short memory: the duals' gradients shrink with the duals
-    actor_groups = [dict(params=list(agent.policy.parameters())), duals]
-    actor_optimizer = torch.optim.Adam(actor_groups, args.actor_learning_rate, fused=True)
-    critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
-    optimizers = (actor_optimizer, critic_optimizer)
-    if args.resume:
-        restore(checkpoint, args, agent, optimizers, generator)
-    if args.compile:  # the one place where functions are compiled
+def prepare_functions(args):
+    """The one place where functions are compiled, or recorded as CUDA graphs."""
+    if args.compile:
         global sample_chain, entropy_bound, trajectory_kl, td_lambda_targets, critic_loss
         sample_chain = torch.compile(sample_chain)
         entropy_bound = torch.compile(entropy_bound)
         trajectory_kl = torch.compile(trajectory_kl)
         td_lambda_targets = torch.compile(td_lambda_targets)
         critic_loss = torch.compile(critic_loss)
-    if args.bench:
-        extras.bench(sys.modules[__name__], agent, envs, optimizers, args, generator)
-        return
+    if args.cudagraphs:
+        global policy_step, critic_step, actor_step
+        policy_step = extras.Graph(policy_step)
+        critic_step = extras.Graph(critic_step)
+        actor_step = extras.Graph(actor_step)
 
+
+def train(
+    args, args_now, progress, checkpoint, rank, agent, envs, eval_envs, optimizers, generator
+):
+    """All processes run this loop; the first one, of rank 0, evaluates, logs and saves."""
     # run folder
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     eval_iterations = np.linspace(0, num_iterations, args.eval_points + 1)[1:].round()
-    run_dir, args_file = start_run(args, checkpoint)  # locked while args_file is open
-    state = (args, agent, progress, optimizers, generator)
-    save_checkpoint(run_dir / "checkpoint.pt", *state)
     total = num_iterations * batch_size
-    display = extras.Display(run_dir, args, progress, total) if extras else None
+    state = (args, agent, progress, optimizers, generator)
+    display = None
+    if rank == 0:
+        run_dir, args_file = start_run(args, checkpoint)  # locked while args_file is open
+        save_checkpoint(run_dir / "checkpoint.pt", *state)
+    if rank == 0 and extras:
+        display = extras.Display(run_dir, args, progress, total)
 
     # training loop
+    actor_optimizer, critic_optimizer = optimizers
     earlier_nonfinite = progress["nonfinite"]
     obs = envs.reset()
     for iteration in range(progress["step"] // batch_size + 1, num_iterations + 1):
         start = time.perf_counter()
         share_done = (iteration - 1) / num_iterations
         learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
-        actor_optimizer.param_groups[0]["lr"] = learning_rate
+        actor_optimizer.param_groups[0]["lr"].fill_(learning_rate)
         kl_bound = args.kl_bound * (args.kl_bound_end / args.kl_bound) ** share_done
-        args_now = replace(args, kl_bound=kl_bound)
+        args_now.kl_bound.fill_(kl_bound)
 
-        data, obs = rollout(agent, envs, obs, args, generator)
+        data, obs = rollout(agent, envs, obs, args_now, generator)
         rollout_end = time.perf_counter()
-        data = compute_targets(agent, data, args, generator)
+        data = compute_targets(agent, data, args_now, generator)
         metrics = update(agent, actor_optimizer, critic_optimizer, data, args_now, generator)
         metrics = to_floats(metrics, agent)  # waits for the device
         update_end = time.perf_counter()
@@ -1254,25 +1351,24 @@ def main(argv=None):
         episodes = [episode for episode in envs.pop_finished() if not episode["broken"]]
         eval_episodes = []
         evaluated = iteration in eval_iterations
-        if evaluated:
+        if evaluated and rank == 0:
             eval_episodes = evaluate(agent, eval_envs, args.eval_sampler, args, display)
             evaluated = len(eval_episodes) > 0
         eval_end = time.perf_counter()
+        stop_signal = display.stop_signal if display else 0  # Ctrl-C or SIGTERM
+        nonfinite, stop_signal = sums([int(envs.nonfinite), stop_signal], args.device)
         progress["step"] = iteration * batch_size
         progress["elapsed"] += eval_end - start
-        progress["nonfinite"] = earlier_nonfinite + int(envs.nonfinite)
-        row = {
-            "global_step": progress["step"],
-            "time/elapsed": progress["elapsed"],
-            "time/rollout": rollout_end - start,
-            "time/update": update_end - rollout_end,
-            "time/eval": eval_end - update_end,
-            "charts/sps": batch_size / (update_end - start),
-            "charts/nonfinite": progress["nonfinite"],
-        }
-        for name in EPISODE_METRICS:
-            row[f"charts/episode_{name}"] = mean_of(episodes, name)
-            row[f"eval/{name}"] = mean_of(eval_episodes, name)
+        progress["nonfinite"] = earlier_nonfinite + nonfinite
+        if rank > 0 and stop_signal:
+            break
+        if rank > 0:
+            continue
+        row = make_row(progress, episodes, eval_episodes)
+        row["time/rollout"] = rollout_end - start
+        row["time/update"] = update_end - rollout_end
+        row["time/eval"] = eval_end - update_end
+        row["charts/sps"] = batch_size / (update_end - start)
         row |= metrics
         row["policy/kl_bound"] = kl_bound
         text = f"KL {row['policy/kl']:.3f}/{kl_bound:.2g}"
@@ -1282,15 +1378,63 @@ def main(argv=None):
         if evaluated and row["eval/return"] > progress["best_return"]:
             progress["best_return"] = row["eval/return"]
             save_checkpoint(run_dir / "best.pt", *state)
-        stopping = display and display.stop_signal  # Ctrl-C or SIGTERM
-        if evaluated or stopping:
+        if evaluated or stop_signal:
             save_checkpoint(run_dir / "checkpoint.pt", *state)
         if display:
-            display.after_checkpoint(evaluated, stopping)
+            display.after_checkpoint(evaluated, stop_signal)
 
-    save_checkpoint(run_dir / "policy.pt", args, agent, progress)
-    final_report(agent, args, run_dir, display)
-    args_file.close()
+    if rank == 0:
+        save_checkpoint(run_dir / "policy.pt", args, agent, progress)
+        final_report(agent, args, run_dir, display)
+        args_file.close()
+
+
+def main(argv=None):
+    one_gpu_each()
+    args, checkpoint = parse_args(argv)
+    torch.set_num_threads(args.torch_threads)
+    if args.device == "cuda" and args.tf32:
+        torch.set_float32_matmul_precision("high")
+    rank, num_processes = join_processes(args)
+    progress = {"step": 0, "best_return": -math.inf, "elapsed": 0.0, "nonfinite": 0}
+    progress["processes"] = num_processes
+    if args.resume:
+        progress = check_processes(checkpoint["progress"], num_processes)
+
+    # seeds: the processes start with equal networks, and have noise and environments of their own
+    torch.manual_seed(args.seed)
+    generator = torch.Generator(args.device).manual_seed(args.seed + 1_000_003 * rank)
+
+    # environments, networks, optimizers
+    env_seed = 10_007 * args.seed + progress["step"] + 100_003 * rank
+    eval_envs = make_envs(args, args.eval_episodes, env_seed + 5_000)
+    # what an iteration sees: the share of this process, and a bound that changes in the run
+    args_now = replace(args, num_envs=args.num_envs // num_processes)
+    args_now.kl_bound = torch.tensor(args.kl_bound, device=args.device)
+    agent = Agent(eval_envs, args_now).to(args.device)
+    if args.evaluate:
+        restore(checkpoint, args, agent)
+        final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
+        return
+    envs = make_envs(args, args_now.num_envs, env_seed, training=True)
+    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
+    duals["betas"] = (0.9, 0.99)  # a short memory: the duals' gradients shrink with the duals
+    actor_groups = [dict(params=list(agent.policy.parameters())), duals]
+    actor_learning_rate = torch.tensor(args.actor_learning_rate, device=args.device)
+    kind = dict(fused=True, capturable=args.cudagraphs)
+    actor_optimizer = torch.optim.Adam(actor_groups, actor_learning_rate, **kind)
+    critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, **kind)
+    optimizers = (actor_optimizer, critic_optimizer)
+    if args.resume:
+        restore(checkpoint, args, agent, optimizers, generator)
+    prepare_functions(args)
+    if args.bench:
+        extras.bench(sys.modules[__name__], agent, envs, optimizers, args_now, generator)
+        return
+    workers = (agent, envs, eval_envs, optimizers, generator)
+    train(args, args_now, progress, checkpoint, rank, *workers)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

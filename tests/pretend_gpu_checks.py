@@ -112,20 +112,20 @@ FAULTS = {  # what is broken on purpose
         "loss = torch.where(inside, improve, pull_back).mean() + 0 * inside.sum().item()",
     ),
     "the loss for a CPU": (
-        'sparse = generator.device.type == "cpu" and not args.compile',
+        'sparse = batch["obs"].device.type == "cpu" and not args.compile',
         "sparse = True",
     ),
     "a question about a tensor": (
-        "critic_optimizer.step()",
-        "critic_optimizer.step() if loss > -1e9 else None",
+        '    optimizer.step()\n    return {**metrics, "losses/critic_grad_norm": norm}',
+        "    optimizer.step() if loss > -1e9 else None\n    return metrics",
     ),
     "a target of the host": (
         "targets = torch.empty_like(reward)",
         "targets = torch.empty(reward.shape)",
     ),
     "a new tensor in the normalizer": (
-        "total = self.count + len(obs)",
-        "total = self.count + torch.tensor(float(len(obs)), device=self.count.device)",
+        "self.count += batch_size",
+        "self.count += torch.tensor(float(batch_size), device=self.count.device)",
     ),
     "rows by a mask": (
         "rows = torch.where(broken, (~broken).int().argmax(), rows)",

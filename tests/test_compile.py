@@ -99,15 +99,11 @@ def make_cases(script, agent, args):
 
 
 def compiled_names(script):
-    """The functions that main replaces by compiled ones: it declares them as global."""
-    tree = ast.parse(Path(script.__file__).read_text())
-    for definition in tree.body:
-        if isinstance(definition, ast.FunctionDef) and definition.name == "main":
-            main = definition
+    """The functions that are replaced by compiled ones: name = torch.compile(name)"""
     names = set()
-    for node in ast.walk(main):
-        if isinstance(node, ast.Global):
-            names.update(node.names)
+    for node in ast.walk(ast.parse(Path(script.__file__).read_text())):
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("torch.compile("):
+            names.add(node.targets[0].id)
     return names
 
 

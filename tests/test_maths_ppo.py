@@ -25,7 +25,7 @@ from ppo_continuous import (
     Args,
     Normalizer,
     act,
-    adapted_learning_rate,
+    adapt_learning_rate,
     anneal,
     compute_targets,
     gaussian_kl,
@@ -307,8 +307,10 @@ def rsl_rl_rule(learning_rate, kl, desired_kl):
 def test_adapted_learning_rate(rate, desired_kl):
     for share in (0.0, 0.1, 0.499, 0.5, 0.501, 1.0, 1.999, 2.0, 2.001, 100.0):
         kl = share * desired_kl
-        adapted = adapted_learning_rate(torch.tensor(rate), torch.tensor(kl), desired_kl)
-        assert_close(adapted, torch.tensor(rsl_rl_rule(rate, kl, desired_kl)))
+        learning_rate = torch.tensor(rate)
+        optimizer = torch.optim.Adam([torch.zeros(1)], learning_rate)
+        adapt_learning_rate(optimizer, torch.tensor(kl), desired_kl)
+        assert_close(learning_rate, torch.tensor(rsl_rl_rule(rate, kl, desired_kl)))
 
 
 # === Advantages and targets ===

@@ -928,7 +928,7 @@ def test_annealing(monkeypatch, tmp_path, anneal, shares):
             (critic_group, list(agent.critic.parameters())),
         ):
             assert list(map(id, group["params"])) == list(map(id, wanted))
-        learning_rates.append((actor_group["lr"], dual_group["lr"], critic_group["lr"]))
+        learning_rates.append((actor_group["lr"].item(), dual_group["lr"], critic_group["lr"]))
         return original_update(agent, actor_optimizer, critic_optimizer, *rest)
 
     original_update = reppo.update

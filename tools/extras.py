@@ -46,6 +46,7 @@ class Display:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
                 signal.signal(number, self.receive)
+        sys.excepthook = self.explain
         self.say(f"settings other than the defaults for a GPU: {changed_settings(args)}")
         self.wandb = None
         if args.track:
@@ -54,9 +55,18 @@ class Display:
     def receive(self, number, frame):
         self.stop_signal = number
         signal.signal(number, signal.SIG_DFL)  # a second one ends at once
-        sentence = f"\n{signal.Signals(number).name}: stopping after this iteration\n"
+        name = signal.Signals(number).name
+        saved = f"the last checkpoint is {self.run_dir}/checkpoint.pt"
+        sentence = f"\n{name}: stopping after this iteration; {saved}\n"
         with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(sys.stderr.fileno(), sentence.encode())  # print must not be called here
+
+    def explain(self, kind, error, traceback):
+        """What is printed for an error that ends the run; under torchrun often a lost process."""
+        sys.__excepthook__(kind, error, traceback)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            print("error: a process of this run failed or is gone", file=sys.stderr)
+        print(f"the last checkpoint is {self.run_dir}/checkpoint.pt", file=sys.stderr)
 
     def say(self, line, stays=True):
         """Print a line. Where nobody can read it any more, as after `| head -1`, the run ends."""
@@ -351,6 +361,68 @@ def close_ids(env_id, backend="", known=()):
     return f"{hint}; the closest known ids: {close}"
 
 
+class Graph:
+    """A step whose kernels are recorded once as a CUDA graph and then launched all together.
+
+    step(..., batch): the tensors of batch, a dict, are copied to a fixed place before each launch.
+    What comes before it must stay the same object; its tensors may change their values. The result
+    is a dict of tensors.
+    """
+
+    WARM_UP = 3  # calls that run as usual: they allocate what the recording must find
+
+    def __init__(self, step):
+        self.step = step
+        self.num_calls = 0
+
+    def __call__(self, *inputs):
+        *fixed, batch = inputs
+        self.num_calls += 1
+        if self.num_calls <= self.WARM_UP:
+            return self.warm_up(fixed, batch)
+        if self.num_calls == self.WARM_UP + 1:
+            self.batch = {name: values.clone() for name, values in batch.items()}
+            self.record(fixed)
+        for name, values in batch.items():
+            self.batch[name].copy_(values)
+        self.replay()
+        return {name: values.clone() for name, values in self.result.items()}
+
+    def warm_up(self, fixed, batch):
+        """On a stream of its own, as recording wants it."""
+        import torch
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            result = self.step(*fixed, batch)
+        torch.cuda.current_stream().wait_stream(stream)
+        return result
+
+    def record(self, fixed):
+        import torch
+
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = self.step(*fixed, self.batch)
+
+    def replay(self):
+        self.graph.replay()
+
+
+def warn_about_gpu(devices="/proc/driver/nvidia/gpus"):
+    """A GPU that torch cannot use would otherwise be left idle without a word."""
+    import torch
+
+    if os.path.isdir(devices) and not torch.cuda.is_available():
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+        print(
+            f"warning: this machine has an NVIDIA GPU that torch {torch.__version__}, built for "
+            f"{built}, cannot use: training on the CPU; docs/gpu.md has the versions that fit",
+            file=sys.stderr,
+        )
+
+
 def bench(script, agent, envs, optimizers, args, generator):
     """Steps per second of a script, and where the time of an iteration goes. Writes nothing."""
     obs = envs.reset()
@@ -370,7 +442,8 @@ def bench(script, agent, envs, optimizers, args, generator):
     for phase, history in seconds.items():
         means[phase] = sum(history[3:]) / args.bench  # the first three warm up
     total = sum(means.values())
-    print(f"{args.num_envs * args.num_steps / total:.0f} steps/s")
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    print(f"{num_processes * args.num_envs * args.num_steps / total:.0f} steps/s")
     for phase, mean in means.items():
         print(f"  {phase:<10}{1000 * mean:>9.1f} ms{mean / total:>8.1%}")
 
