@@ -184,13 +184,7 @@ def parse_args(argv=None):
     """
     argv = sys.argv[1:] if argv is None else argv
     given = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
-    device = given.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        if extras:
-            extras.warn_about_gpu()
-    elif device == "cuda" and not torch.cuda.is_available():
-        stop("--device cuda: torch sees no CUDA device here")
+    device = choose_device(given.device)
     checkpoint = None
     if given.resume or given.evaluate:
         checkpoint = load_checkpoint(given)
@@ -413,9 +407,14 @@ class VecEnv:
                 self.finished.append(episode)
             self.obs[ended] = self.reset_where(ended)
             self.cut_at[ended] = MAX_EPISODE_STEPS
-        self.broken = torch.as_tensor(broken, device=self.device)
-        arrays = (self.obs, reward, terminated, truncated, final_obs)
-        return tuple(torch.as_tensor(array, device=self.device) for array in arrays)
+        # one transfer to the device: a GPU would be waited for once per array
+        numbers = np.stack([reward, terminated, truncated, broken], axis=1)
+        table = np.concatenate([self.obs, final_obs, numbers], axis=1, dtype=np.float32)
+        table = torch.as_tensor(table, device=self.device)
+        obs, final_obs, numbers = table.split([self.obs_dim, self.obs_dim, 4], dim=1)
+        reward, *flags = numbers.unbind(dim=1)
+        terminated, truncated, self.broken = (flag.bool() for flag in flags)
+        return obs, reward, terminated, truncated, final_obs
 
     def pop_finished(self):
         """The episodes that ended since the last call."""
@@ -425,7 +424,17 @@ class VecEnv:
 
 
 # --- end shared ---
-# --- shared: several processes ---
+# --- shared: devices and processes ---
+def choose_device(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        stop("--device cuda: torch sees no CUDA device here")
+    if device == "auto" and extras:
+        extras.warn_about_gpu()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
 def one_gpu_each():
     """Under torchrun each process sees one GPU, its own. Before anything asks for a GPU."""
     if "LOCAL_RANK" not in os.environ:

@@ -29,6 +29,7 @@ diffusion policy. docs/reppo.md explains the method and lists the departures fro
 Shapes: T rollout steps, E environments, B minibatch, O observation, A action, H hidden units.
 """
 
+import contextlib
 import csv
 import difflib
 import importlib
@@ -171,13 +172,7 @@ def parse_args(argv=None):
     """
     argv = sys.argv[1:] if argv is None else argv
     given = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
-    device = given.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        if extras:
-            extras.warn_about_gpu()
-    elif device == "cuda" and not torch.cuda.is_available():
-        stop("--device cuda: torch sees no CUDA device here")
+    device = choose_device(given.device)
     checkpoint = None
     source = given
     backend = given.backend
@@ -188,6 +183,8 @@ def parse_args(argv=None):
             backend = source.backend  # only another device may need another simulation
     import_tasks(source.env_module)
     backend, _ = choose_backend(source.env_id, backend, device)
+    if checkpoint and backend != source.backend:
+        print(f"simulated by {backend}; the checkpoint was made with {source.backend}")
     if checkpoint:
         defaults = replace(source, run_dir="", resume="", evaluate="", track=False)
     else:
@@ -321,8 +318,7 @@ class VecEnv:
         self.action_center = (high + low) / 2
         self.action_halfwidth = (high - low) / 2
         self.action_dim = len(low)
-        # each environment has a seed of its own, for the first reset
-        self.seeds = np.random.SeedSequence(seed % 2**30).generate_state(num_envs).tolist()
+        self.seeds = np.random.default_rng(seed % 2**30)  # of the episodes that reset starts
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=self.device)  # broken steps
         self.finished = []  # episodes that ended since pop_finished, as tensors
         self.episode_return = torch.zeros(num_envs, device=self.device)
@@ -351,6 +347,12 @@ class VecEnv:
                 needed = "simulators/maniskill_cpu.py beside this script"
                 stop(f"without CUDA the simulation needs {needed} ({error})")
             return maniskill_cpu.make_env(args.env_id, num_envs, **kwargs)
+        if "render_mode" not in kwargs:  # states need no renderer, which many servers do not have
+            kwargs["render_backend"] = "none"
+            with contextlib.suppress(ImportError):
+                from simulators import maniskill_cpu
+
+                maniskill_cpu.do_without_renderer()
         env = gym.make(args.env_id, num_envs=num_envs, sim_backend=args.backend, **kwargs)
         if isinstance(env.action_space, gym.spaces.Dict):  # two robots
             from mani_skill.utils.wrappers import FlattenActionSpaceWrapper
@@ -361,20 +363,23 @@ class VecEnv:
     def to_tensor(self, values):
         return torch.as_tensor(values, device=self.device).float()
 
-    def restart(self, index):
-        """Start a new episode in some environments. -> observations of all, (E, O)"""
+    def restart(self, index, seed=None):
+        """Start a new episode in some environments. -> observations of all, (E, O)
+
+        Without a seed it draws from the simulation's random streams, on a GPU from torch's own.
+        """
         self.episode_return[index] = 0
         self.episode_length[index] = 0
         self.success_once[index] = 0
         options = dict(env_idx=index.to(self.env.unwrapped.device))
-        obs, _ = self.env.reset(seed=self.seeds, options=options)
-        self.seeds = None  # later resets go on with the simulation's own random streams
+        obs, _ = self.env.reset(seed=seed, options=options)
         return self.to_tensor(obs).nan_to_num(posinf=0, neginf=0)
 
     def reset(self):
-        """Start a new episode in all environments. -> (E, O)"""
+        """Start a new episode in all environments, each with a seed of its own. -> (E, O)"""
         self.finished = []
-        self.obs = self.restart(torch.arange(self.num_envs, device=self.device))
+        seed = self.seeds.integers(2**31, size=self.num_envs).tolist()
+        self.obs = self.restart(torch.arange(self.num_envs, device=self.device), seed)
         return self.obs
 
     def step(self, action):
@@ -425,7 +430,17 @@ class VecEnv:
 
 
 # --- end shared ---
-# --- shared: several processes ---
+# --- shared: devices and processes ---
+def choose_device(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        stop("--device cuda: torch sees no CUDA device here")
+    if device == "auto" and extras:
+        extras.warn_about_gpu()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
 def one_gpu_each():
     """Under torchrun each process sees one GPU, its own. Before anything asks for a GPU."""
     if "LOCAL_RANK" not in os.environ:

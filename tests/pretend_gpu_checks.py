@@ -3,10 +3,13 @@
 import importlib
 import sys
 
+import gymnasium as gym
 import pytest
 import torch
 from pretend_gpu import DEVICE, DeviceGenerator, pretend
 from run_helpers import BATCH, ROOT, run, steps, train
+
+from tools import extras
 
 CONTINUOUS = ["trudi_continuous", "reppo_continuous", "ppo_continuous"]
 MANISKILL = ["trudi_maniskill", "reppo_maniskill", "ppo_maniskill"]
@@ -171,3 +174,111 @@ def test_a_whole_run_and_then_without_the_gpu(name, tmp_path):
     with pretend(script):
         run("--resume", folder, "--total-timesteps", 5 * BATCH, script=script)
     assert steps(folder)[-1] == 5 * BATCH
+
+
+# === Environments ===
+@pytest.mark.parametrize(
+    "backend, env_id", [("envpool", "CheetahRun-v1"), ("gymnasium", "Pendulum-v1")]
+)
+def test_simulators_of_the_host_are_waited_for_twice_a_step(backend, env_id):
+    """For the actions, and for one table with all that the simulator says."""
+    script = load("trudi_continuous")
+    if backend == "envpool":
+        pytest.importorskip("envpool")
+    with pretend(script) as gpu:
+        args = script.Args(env_id=env_id, backend=backend, device="cuda")
+        envs = script.make_envs(args, 3, seed=1)
+        action = torch.zeros(3, envs.action_dim, device=DEVICE)
+        gpu.clear()
+        for _ in range(10):
+            result = envs.step(action)
+        assert all(tensor.device == DEVICE for tensor in (*result, envs.broken))
+        assert sum(gpu.waits.values()) == 20
+
+
+class ManiSkillStub:
+    """What VecEnv sees of ManiSkill on a GPU: all tensors on the device, partial resets."""
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+        self.unwrapped = self
+        self.device = DEVICE
+        self.action_space = gym.spaces.Box(-1, 1, (num_envs, 4))
+        self.single_action_space = gym.spaces.Box(-1, 1, (4,))
+        self.seeds = []
+
+    def get_wrapper_attr(self, name):
+        return getattr(self, name)
+
+    def reset(self, seed=None, options=None):
+        assert options["env_idx"].device == DEVICE
+        self.seeds.append(seed)
+        return torch.randn(self.num_envs, 5, device=DEVICE), {}
+
+    def step(self, action):
+        assert action.device == DEVICE
+        obs = torch.randn(self.num_envs, 5, device=DEVICE)
+        chance = torch.rand(self.num_envs, device=DEVICE)
+        success = chance < 0.3
+        return obs, chance, success, chance > 0.8, {"success": success}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_maniskill_is_waited_for_once_a_step(training, monkeypatch):
+    script = load("trudi_maniskill")
+    script.import_tasks(None)
+    made = {}
+
+    def make(env_id, **kwargs):
+        made.update(kwargs)
+        return ManiSkillStub(kwargs["num_envs"])
+
+    monkeypatch.setattr(script.gym, "make", make)
+    with pretend(script) as gpu:
+        args = script.Args(env_id="PickCube-v1", backend="physx_cuda", device="cuda")
+        envs = script.VecEnv(args, 6, seed=1, training=training)
+        envs.reset()
+        gpu.clear()
+        for _ in range(128):
+            result = envs.step(torch.zeros(6, 4, device=DEVICE))
+        assert all(tensor.device == DEVICE for tensor in (*result, envs.broken))
+        assert sum(gpu.waits.values()) == 128
+        assert len(envs.pop_finished()) > 50
+    assert made["sim_backend"] == "physx_cuda" and made["render_backend"] == "none"
+    first, second, *later = envs.env.seeds
+    assert len(set(first)) == len(set(second)) == 6 and first != second
+    assert set(map(str, later)) == {"None"}, "episodes that follow draw from the simulation"
+
+
+class CalledGraph(extras.Graph):
+    """In the place of a CUDA graph: what would be replayed is called."""
+
+    def warm_up(self, fixed, batch):
+        return self.step(*fixed, batch)
+
+    def record(self, fixed):
+        self.fixed = fixed
+
+    def replay(self):
+        self.result = self.step(*self.fixed, self.batch)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_whole_run_with_graphs(name, tmp_path, monkeypatch):
+    """The same curve as without them; on a real device they were never recorded."""
+    script = load(name)
+    steps_before = {key: vars(script)[key] for key in vars(script) if key.endswith("_step")}
+    monkeypatch.setattr(script.extras, "Graph", CalledGraph)
+    flags = ["--device", "cuda", "--backend", "gymnasium"]
+    with pretend(script):
+        train(tmp_path / "eager", *flags, script=script)
+        try:
+            train(tmp_path / "graphs", *flags, "--cudagraphs", script=script)
+            graphs = [vars(script)[key] for key in steps_before]
+            assert all(isinstance(graph, CalledGraph) and graph.batch for graph in graphs)
+        finally:
+            for key, step in steps_before.items():
+                setattr(script, key, step)
+    eager, graphs = (torch.load(tmp_path / kind / "policy.pt") for kind in ("eager", "graphs"))
+    for key, value in eager["agent"].items():
+        torch.testing.assert_close(graphs["agent"][key], value, rtol=0, atol=0)

@@ -494,6 +494,28 @@ def test_slurm_submit(grid):
     assert "#SBATCH --array=0-7\n" in (grid.root / "submitted.sh").read_text()
 
 
+# === downloads ===
+def test_what_is_downloaded_before_the_runs():
+    def needed(*argv):
+        return set(benchmark.downloads(benchmark.make_runs(benchmark.parse_args(list(argv)))))
+
+    assert needed("paper-maniskill") == {"PhysX for GPUs"}
+    assert needed("paper-humanoid") == {"MuJoCo Menagerie"}
+    assert needed("paper-humanoid", "--envs", "CheetahRun") == set()
+    assert needed("paper-dmc") == needed("laptop") == needed("smoke") == set()
+
+
+def test_downloads_come_first_and_may_fail(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(benchmark, "FETCH_PHYSX", "raise OSError('no network')")
+    monkeypatch.setattr(benchmark, "FETCH_MENAGERIE", f"open({str(tmp_path / 'made')!r}, 'w')")
+    monkeypatch.delenv("MENAGERIE_PATH", raising=False)
+    assert benchmark.main(["paper-maniskill", "--prepare", "--out", str(tmp_path / "out")]) == 0
+    assert "could not be prepared: OSError: no network" in capsys.readouterr().out
+    assert benchmark.main(["paper-humanoid", "--prepare", "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "made").exists()
+    assert not (tmp_path / "out").exists(), "--prepare runs nothing"
+
+
 # === the command line ===
 @pytest.mark.parametrize(
     "flags, words",

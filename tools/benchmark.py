@@ -343,6 +343,11 @@ def make_parser():
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     parser.add_argument(
+        "--prepare",
+        action="store_true",
+        help="only download what the simulators need; --submit and local runs do so by themselves",
+    )
+    parser.add_argument(
         "--slurm",
         action="store_true",
         help="print an array job; the variables SBATCH_PARTITION, SBATCH_TIMELIMIT and so on "
@@ -673,6 +678,35 @@ class Runner:
         return 1
 
 
+# What simulators download when they are first used, without a lock: several runs at once would
+# write over each other's files.
+FETCH_PHYSX = "from sapien import physx; physx.enable_gpu()"
+FETCH_MENAGERIE = "from mujoco_playground._src import mjx_env; mjx_env.ensure_menagerie_exists()"
+
+
+def downloads(runs):
+    """name -> code that fetches it, for what these runs will need"""
+    needed = {}
+    for run in runs:
+        on_gpu = run.settings.get("device") == "cuda" or "cuda" in run.flags
+        if run.script.name.endswith("_maniskill.py") and on_gpu:
+            needed["PhysX for GPUs"] = FETCH_PHYSX
+        is_robot = run.settings.get("backend") == "playground" and run.env not in DMC_ENVS
+        if is_robot and "MENAGERIE_PATH" not in os.environ:
+            needed["MuJoCo Menagerie"] = FETCH_MENAGERIE
+    return needed
+
+
+def prepare(runs):
+    """Fetch it once, before the runs start. A failure is theirs to report, or to overcome."""
+    for name, code in downloads(runs).items():
+        say(f"prepare {name}, unless it is there already")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or ["no output"]
+            say(f"warning: {name} could not be prepared: {lines[-1]}")
+
+
 # === 5. The manifest and array jobs ===
 def output_of(*command):
     """What a program prints, or nothing where it is missing."""
@@ -756,7 +790,8 @@ def array_job(args, num_runs):
     return "\n".join(lines) + "\n"
 
 
-def print_or_submit(args, num_runs):
+def print_or_submit(args, runs):
+    num_runs = len(runs)
     if num_runs > ARRAY_LIMIT:
         note = f"many clusters take {ARRAY_LIMIT} an array at most"
         print(f"note: {num_runs} tasks; {note}, so split it by --seeds", file=sys.stderr)
@@ -764,6 +799,7 @@ def print_or_submit(args, num_runs):
     if not args.submit:
         print(job, end="")
         return 0
+    prepare(runs)
     try:
         return subprocess.run(["sbatch"], input=job, text=True).returncode
     except OSError:
@@ -788,9 +824,13 @@ def main(argv=None):
             fail(f"--task must be a number below {num_runs}, not {args.task}")
         runs = [runs[int(args.task)]]
     if args.slurm:
-        return print_or_submit(args, num_runs)
+        return print_or_submit(args, make_runs(args))
     if args.dry_run:
         print_plan(runs)
+        return 0
+    if not args.task:  # a task of an array job comes after --submit
+        prepare(runs)
+    if args.prepare:
         return 0
 
     out = output_folder(args)
