@@ -177,9 +177,10 @@ def test_a_whole_run_and_then_without_the_gpu(name, tmp_path):
 
 
 # === Environments ===
-@pytest.mark.parametrize(
-    "backend, env_id", [("envpool", "CheetahRun-v1"), ("gymnasium", "Pendulum-v1")]
-)
+ON_THE_HOST = [("envpool", "CheetahRun-v1"), ("gymnasium", "Pendulum-v1")]
+
+
+@pytest.mark.parametrize("backend, env_id", ON_THE_HOST)
 def test_simulators_of_the_host_are_waited_for_twice_a_step(backend, env_id):
     """For the actions, and for one table with all that the simulator says."""
     script = load("trudi_continuous")
