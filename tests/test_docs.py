@@ -146,8 +146,12 @@ def flags_of_tool(path):
     return {"help", *re.findall(r'"--([a-z][a-z-]+)"', path.read_text())}
 
 
+TORCHRUN = {"nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint"}
+
+
 def named_flags(text):
-    return set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", without_comments(text)))
+    """All flags but those of torchrun"""
+    return set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", without_comments(text))) - TORCHRUN
 
 
 @every_algorithm

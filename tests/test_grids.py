@@ -550,7 +550,7 @@ def test_help(grid):
     assert out == grid.run("laptop", "--help")[0]
     assert all(name in out for name in NUM_RUNS)
     options = set(re.findall(r'"(--[a-z][a-z-]+)"', inspect.getsource(benchmark.make_parser)))
-    assert len(options) == 10
+    assert len(options) == 11
     assert options <= set(re.findall(r"--[a-z][a-z-]+", out))
 
 
