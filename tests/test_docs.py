@@ -143,7 +143,7 @@ def flags_of(script):
 
 def flags_of_tool(path):
     """The flags that stand as words in its source"""
-    return {"help", *re.findall(r'"--([a-z][a-z-]+)"', path.read_text())}
+    return {"help", *re.findall(r'"--([a-z][a-z0-9-]+)"', path.read_text())}
 
 
 TORCHRUN = {"nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint"}
@@ -151,7 +151,7 @@ TORCHRUN = {"nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint"}
 
 def named_flags(text):
     """All flags but those of torchrun"""
-    return set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", without_comments(text))) - TORCHRUN
+    return set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", without_comments(text))) - TORCHRUN
 
 
 @every_algorithm
