@@ -426,6 +426,13 @@ def average(tensors):
         tensor.detach().copy_(values.view_as(tensor))
 
 
+def gather(tensor):
+    """The tensors of all processes, stacked."""
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)
+    return torch.stack(tensors)
+
+
 def sums(numbers, device):
     """The sums of numbers over all processes."""
     if not dist.is_initialized():
@@ -452,11 +459,10 @@ class Normalizer(nn.Module):
         batch_var, batch_mean = torch.var_mean(obs, dim=0, correction=0)
         batch_size = len(obs)
         if dist.is_initialized():  # the moments of the batches of all processes
-            batch_size *= dist.get_world_size()
-            own_mean = batch_mean.clone()
-            average([batch_mean])
-            batch_var += (own_mean - batch_mean) ** 2
-            average([batch_var])
+            means, variances = gather(torch.stack([batch_mean, batch_var])).unbind(dim=1)
+            variance_of_means, batch_mean = torch.var_mean(means, dim=0, correction=0)
+            batch_var = variances.mean(dim=0) + variance_of_means
+            batch_size *= len(means)
         self.count += batch_size
         share = batch_size / self.count
         delta = batch_mean - self.mean
