@@ -87,7 +87,8 @@ class Args:
     policy_delay: int = 1  # critic steps per step of the policy and the duals
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
     actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
-    dual_learning_rate: float = 3e-4  # Adam's learning rate for alpha and lambda
+    alpha_learning_rate: float = 3e-4  # Adam's learning rate for the temperature
+    lambda_learning_rate: float = 3e-4  # Adam's learning rate for the multiplier of the KL
     anneal: float = 0.0  # actor_learning_rate falls linearly by this share: 1 is to zero
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
@@ -105,7 +106,8 @@ class Args:
 
     # policy and trust region
     alpha_init: float = 0.01  # initial entropy temperature
-    entropy_target: float = -0.5  # alpha drives the entropy to this per action dimension
+    entropy_target: float = -0.5  # of the entropy, per action dimension, at the end of the run
+    entropy_target_start: float = -0.5  # the same at its start; it changes by sqrt(share done)
     trust_region: Literal["split", "none"] = "split"  # Eq. (19), or no KL at all
     kl_bound: float = 0.1  # largest KL of old to new policy (epsilon), at the start of the run
     kl_bound_end: float = 0.1  # the same at its end; in between it changes geometrically
@@ -129,7 +131,8 @@ CPU_DEFAULTS = dict(
     hidden_size=128,
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
-    dual_learning_rate=1.2e-3,
+    alpha_learning_rate=1.2e-3,
+    lambda_learning_rate=1.2e-3,
     anneal=1.0,
     max_grad_norm=100.0,
     kl_bound=0.3,
@@ -151,7 +154,8 @@ CPU_OTHER_TASK = dict(
     policy_delay=1,
     learning_rate=3e-4,
     actor_learning_rate=3e-4,
-    dual_learning_rate=3e-4,
+    alpha_learning_rate=3e-4,
+    lambda_learning_rate=3e-4,
     anneal=0.0,
     max_grad_norm=0.5,
     kl_bound=0.1,
@@ -170,6 +174,7 @@ LIMITS = dict(
     num_bins=(2, 1_000_000),
     aux_coef=(0, math.inf),
     entropy_target=(-math.inf, math.inf),
+    entropy_target_start=(-math.inf, math.inf),
     eval_episodes=(1, 100_000),
 )
 # Settings that --resume and --evaluate may change.
@@ -1195,6 +1200,9 @@ def train(
         actor_optimizer.param_groups[0]["lr"].fill_(learning_rate)
         kl_bound = args.kl_bound * (args.kl_bound_end / args.kl_bound) ** share_done
         args_now.kl_bound.fill_(kl_bound)
+        change = args.entropy_target - args.entropy_target_start
+        entropy_target = args.entropy_target_start + change * math.sqrt(share_done)
+        args_now.entropy_target.fill_(entropy_target)
 
         data, obs = rollout(agent, envs, obs, args_now, generator)
         rollout_end = time.perf_counter()
@@ -1226,6 +1234,7 @@ def train(
         row["charts/sps"] = batch_size / (update_end - start)
         row |= metrics
         row["policy/kl_bound"] = kl_bound
+        row["policy/entropy_target"] = entropy_target
         text = f"KL {row['policy/kl']:.3f}/{kl_bound:.2g}"
         text += f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
         log_row(run_dir, row, text, display)
@@ -1263,18 +1272,23 @@ def main(argv=None):
     # environments, networks, optimizers
     env_seed = 10_007 * args.seed + progress["step"] + 100_003 * rank
     eval_envs = make_envs(args, args.eval_episodes, env_seed + 5_000)
-    # what an iteration sees: the share of this process, and a bound that changes in the run
+    # what an iteration sees: the share of this process, and tensors for what changes in the run
     args_now = replace(args, num_envs=args.num_envs // num_processes)
     args_now.kl_bound = torch.tensor(args.kl_bound, device=args.device)
+    args_now.entropy_target = torch.tensor(args.entropy_target_start, device=args.device)
     agent = Agent(eval_envs, args_now).to(args.device)
     if args.evaluate:
         restore(checkpoint, args, agent)
         final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
         return
     envs = make_envs(args, args_now.num_envs, env_seed, stagger=True)
-    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
-    duals["betas"] = (0.9, 0.99)  # a short memory: the duals' gradients shrink with the duals
-    actor_groups = [dict(params=list(agent.policy.parameters())), duals]
+    duals = [
+        dict(params=[agent.log_alpha], lr=args.alpha_learning_rate),
+        dict(params=[agent.log_lambda], lr=args.lambda_learning_rate),
+    ]
+    for group in duals:
+        group["betas"] = (0.9, 0.99)  # a short memory: their gradients shrink with them
+    actor_groups = [dict(params=list(agent.policy.parameters())), *duals]
     actor_learning_rate = torch.tensor(args.actor_learning_rate, device=args.device)
     kind = dict(fused=True, capturable=args.cudagraphs)
     actor_optimizer = torch.optim.Adam(actor_groups, actor_learning_rate, **kind)

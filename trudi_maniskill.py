@@ -99,7 +99,8 @@ class Args:
     policy_delay: int = 1  # critic steps per step of the policy and the duals
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
     actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
-    dual_learning_rate: float = 3e-4  # Adam's learning rate for alpha and lambda
+    alpha_learning_rate: float = 3e-4  # Adam's learning rate for the temperature
+    lambda_learning_rate: float = 3e-4  # Adam's learning rate for the multiplier of the KL
     anneal: float = 0.0  # actor_learning_rate falls linearly by this share: 1 is to zero
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
 
@@ -120,7 +121,8 @@ class Args:
     schedule_power: float = 2.0  # denoising steps shrink as this power of a cosine
     eta: float = 1.0  # standard deviation of the prior that denoising starts from
     alpha_init: float = 0.1  # initial entropy temperature; values include its bonus
-    entropy_target: float = -1.665  # of the entropy bound, per action dimension
+    entropy_target: float = -1.665  # of the entropy bound, per action dimension, at the end
+    entropy_target_start: float = -1.665  # the same at the start; it changes by sqrt(share done)
     trust_region: Literal["split", "none"] = "split"  # Eq. (19), or none for on-policy DIME
     kl_bound: float = 0.1  # largest KL of old to new chains (epsilon), at the start of the run
     kl_bound_end: float = 0.1  # the same at its end; in between it changes geometrically
@@ -146,7 +148,8 @@ CPU_DEFAULTS = dict(
     diffusion_steps=4,
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
-    dual_learning_rate=1.2e-3,
+    alpha_learning_rate=1.2e-3,
+    lambda_learning_rate=1.2e-3,
     anneal=1.0,
     max_grad_norm=100.0,
     lambda_init=1.0,
@@ -164,6 +167,7 @@ LIMITS = dict(
     num_bins=(2, 1_000_000),
     aux_coef=(0, math.inf),
     entropy_target=(-math.inf, math.inf),
+    entropy_target_start=(-math.inf, math.inf),
     diffusion_steps=(1, 1_000),
     eval_episodes=(1, 100_000),
 )
@@ -1361,6 +1365,9 @@ def train(
         actor_optimizer.param_groups[0]["lr"].fill_(learning_rate)
         kl_bound = args.kl_bound * (args.kl_bound_end / args.kl_bound) ** share_done
         args_now.kl_bound.fill_(kl_bound)
+        change = args.entropy_target - args.entropy_target_start
+        entropy_target = args.entropy_target_start + change * math.sqrt(share_done)
+        args_now.entropy_target.fill_(entropy_target)
 
         data, obs = rollout(agent, envs, obs, args_now, generator)
         rollout_end = time.perf_counter()
@@ -1392,6 +1399,7 @@ def train(
         row["charts/sps"] = batch_size / (update_end - start)
         row |= metrics
         row["policy/kl_bound"] = kl_bound
+        row["policy/entropy_target"] = entropy_target
         text = f"KL {row['policy/kl']:.3f}/{kl_bound:.2g}"
         text += f"  alpha {row['policy/alpha']:.2g}  lambda {row['policy/lambda']:.2g}"
         log_row(run_dir, row, text, display)
@@ -1429,18 +1437,23 @@ def main(argv=None):
     # environments, networks, optimizers
     env_seed = 10_007 * args.seed + progress["step"] + 100_003 * rank
     eval_envs = make_envs(args, args.eval_episodes, env_seed + 5_000)
-    # what an iteration sees: the share of this process, and a bound that changes in the run
+    # what an iteration sees: the share of this process, and tensors for what changes in the run
     args_now = replace(args, num_envs=args.num_envs // num_processes)
     args_now.kl_bound = torch.tensor(args.kl_bound, device=args.device)
+    args_now.entropy_target = torch.tensor(args.entropy_target_start, device=args.device)
     agent = Agent(eval_envs, args_now).to(args.device)
     if args.evaluate:
         restore(checkpoint, args, agent)
         final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
         return
     envs = make_envs(args, args_now.num_envs, env_seed, training=True)
-    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
-    duals["betas"] = (0.9, 0.99)  # a short memory: the duals' gradients shrink with the duals
-    actor_groups = [dict(params=list(agent.policy.parameters())), duals]
+    duals = [
+        dict(params=[agent.log_alpha], lr=args.alpha_learning_rate),
+        dict(params=[agent.log_lambda], lr=args.lambda_learning_rate),
+    ]
+    for group in duals:
+        group["betas"] = (0.9, 0.99)  # a short memory: their gradients shrink with them
+    actor_groups = [dict(params=list(agent.policy.parameters())), *duals]
     actor_learning_rate = torch.tensor(args.actor_learning_rate, device=args.device)
     kind = dict(fused=True, capturable=args.cudagraphs)
     actor_optimizer = torch.optim.Adam(actor_groups, actor_learning_rate, **kind)

@@ -50,7 +50,7 @@ def make_optimizers(script, agent, args):
     if script.__name__.startswith("ppo") or hasattr(script, "policy_loss"):
         learning_rate = torch.tensor(args.learning_rate, device=DEVICE)
         return (torch.optim.Adam(agent.parameters(), learning_rate, fused=True),)
-    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
+    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.alpha_learning_rate)
     groups = [dict(params=list(agent.policy.parameters())), duals]
     actor_optimizer = torch.optim.Adam(groups, args.actor_learning_rate, fused=True)
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)

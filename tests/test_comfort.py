@@ -290,3 +290,15 @@ def test_rows_go_to_wandb_without_gaps(tmp_path, monkeypatch):
     assert len(logged) == 1 and logged[0][0] == BATCH
     row = rows(tmp_path / "run")[0]
     assert logged[0][1].keys() == {name for name in row if row[name]}
+
+
+def test_a_gpu_that_torch_cannot_use(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    extras.warn_about_gpu(tmp_path / "no driver")
+    assert capsys.readouterr().err == ""
+    extras.warn_about_gpu(tmp_path)
+    warning = capsys.readouterr().err
+    assert "NVIDIA GPU" in warning and "training on the CPU" in warning
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    extras.warn_about_gpu(tmp_path)
+    assert capsys.readouterr().err == ""

@@ -64,7 +64,7 @@ def launches(script, monkeypatch, **changes):
     envs = Spaces()
     agent = script.Agent(envs, args)
     generator = torch.Generator().manual_seed(0)
-    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
+    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.alpha_learning_rate)
     groups = [dict(params=list(agent.policy.parameters())), duals]
     actor_optimizer = torch.optim.Adam(groups, args.actor_learning_rate, fused=True)
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)

@@ -920,15 +920,17 @@ def test_annealing(monkeypatch, tmp_path, anneal, shares):
     learning_rates = []
 
     def update_spy(agent, actor_optimizer, critic_optimizer, *rest):
-        actor_group, dual_group = actor_optimizer.param_groups
+        actor_group, alpha_group, lambda_group = actor_optimizer.param_groups
         (critic_group,) = critic_optimizer.param_groups
         for group, wanted in (
             (actor_group, list(agent.policy.parameters())),
-            (dual_group, [agent.log_alpha, agent.log_lambda]),
+            (alpha_group, [agent.log_alpha]),
+            (lambda_group, [agent.log_lambda]),
             (critic_group, list(agent.critic.parameters())),
         ):
             assert list(map(id, group["params"])) == list(map(id, wanted))
-        learning_rates.append((actor_group["lr"].item(), dual_group["lr"], critic_group["lr"]))
+        groups = (alpha_group, lambda_group, critic_group)
+        learning_rates.append((actor_group["lr"].item(), *(group["lr"] for group in groups)))
         return original_update(agent, actor_optimizer, critic_optimizer, *rest)
 
     original_update = reppo.update
@@ -936,10 +938,12 @@ def test_annealing(monkeypatch, tmp_path, anneal, shares):
     flags = "--env-id Pendulum-v1 --backend gymnasium --device cpu --hidden-size 8 --num-envs 2"
     flags += " --num-steps 4 --num-minibatches 2 --update-epochs 1 --policy-delay 1"
     flags += " --total-timesteps 32 --eval-points 1 --eval-episodes 1"
-    flags += " --actor-learning-rate 4e-4 --dual-learning-rate 2e-3 --learning-rate 1e-4"
+    flags += " --actor-learning-rate 4e-4 --learning-rate 1e-4"
+    flags += " --alpha-learning-rate 2e-3 --lambda-learning-rate 5e-3"
     reppo.main([*flags.split(), "--anneal", str(anneal), "--run-dir", str(tmp_path / "run")])
-    actor_rates, dual_rates, critic_rates = zip(*learning_rates, strict=True)
-    assert dual_rates == (2e-3,) * 4
+    actor_rates, alpha_rates, lambda_rates, critic_rates = zip(*learning_rates, strict=True)
+    assert alpha_rates == (2e-3,) * 4
+    assert lambda_rates == (5e-3,) * 4
     assert critic_rates == (1e-4,) * 4
     assert list(actor_rates) == pytest.approx([4e-4 * share for share in shares])
 

@@ -67,7 +67,7 @@ def make(script, args, envs):
     if script.SCRIPT == "ppo_continuous":
         rate = torch.tensor(args.learning_rate)
         return agent, [torch.optim.Adam(agent.parameters(), rate, fused=True)]
-    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.dual_learning_rate)
+    duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.alpha_learning_rate)
     groups = [dict(params=list(agent.policy.parameters())), duals]
     actor_optimizer = torch.optim.Adam(groups, args.actor_learning_rate, fused=True)
     critic_optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, fused=True)
@@ -183,11 +183,16 @@ FLAGS = "--env-id Pendulum-v1 --backend gymnasium --device cpu --hidden-size 8 -
 FLAGS += " --num-steps 8 --num-minibatches 2 --update-epochs 1 --eval-episodes 1"
 
 
+MANISKILL_FLAGS = "--env-id PushCube-v1 --device cpu --hidden-size 8 --num-envs 2 --num-steps 50"
+MANISKILL_FLAGS += " --num-minibatches 2 --update-epochs 1 --eval-episodes 1 --eval-points 1"
+
+
 def start(folder, *flags, name="trudi_continuous", processes=2):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes]
     command += ["--master-port", free_port(), f"{name}.py", *flags]
     if "--resume" not in flags:
-        command += [*FLAGS.split(), "--run-dir", folder]
+        own_flags = MANISKILL_FLAGS if name.endswith("maniskill") else FLAGS
+        command += [*own_flags.split(), "--run-dir", folder]
     quiet = os.environ | {"OMP_NUM_THREADS": "1"}
     pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=quiet, **pipe)
@@ -218,6 +223,17 @@ def test_whole_run_and_resume(name, tmp_path):
     out, _ = run.communicate(timeout=200)
     assert run.returncode == 0, out
     assert steps(folder) == [32, 64, 96]
+
+
+@pytest.mark.parametrize("name", ["trudi_maniskill", "ppo_maniskill"])
+def test_maniskill(name, tmp_path):
+    pytest.importorskip("mani_skill")
+    folder = tmp_path / "run"
+    run = start(folder, "--total-timesteps", 200, name=name)
+    out, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, out
+    assert steps(folder) == [100, 200]
+    assert (folder / "eval.json").exists()
 
 
 def children(pid):

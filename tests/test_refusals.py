@@ -114,7 +114,7 @@ BAD_RANGES = {
     "no bound": (["--kl-bound", 0], ["kl_bound"]),
     "no smoothing": (["--hl-sigma", 0], ["hl_sigma"]),
     "entropy of nan": (["--entropy-target", "nan"], ["entropy_target"]),
-    "duals that stand still": (["--dual-learning-rate", 0], ["dual_learning_rate"]),
+    "an alpha that stands still": (["--alpha-learning-rate", 0], ["alpha_learning_rate"]),
 }
 
 
