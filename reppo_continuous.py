@@ -440,17 +440,17 @@ def choose_device(device):
     return device
 
 
-def one_gpu_each():
-    """Under torchrun each process sees one GPU, its own. Before anything asks for a GPU."""
-    if "LOCAL_RANK" not in os.environ:
+def one_gpu_each(drivers="/proc/driver/nvidia/gpus"):
+    """Under torchrun each process sees one GPU, its own. CUDA must not have been asked before."""
+    if "LOCAL_RANK" not in os.environ or not os.path.isdir(drivers):
         return
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    gpus = gpus.split(",") if gpus else list(map(str, range(torch.cuda.device_count())))
+    gpus = [str(i) for i in range(len(os.listdir(drivers)))]
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     local_rank = int(os.environ["LOCAL_RANK"])
-    if gpus and local_rank >= len(gpus):
+    if local_rank >= len(gpus):
         stop(f"process {local_rank} has no GPU: --nproc-per-node can be at most {len(gpus)} here")
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank]
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank]
 
 
 def join_processes(args):
@@ -1267,7 +1267,8 @@ def main(argv=None):
 
     # seeds: the processes start with equal networks, and have noise and environments of their own
     torch.manual_seed(args.seed)
-    generator = torch.Generator(args.device).manual_seed(args.seed + 1_000_003 * rank)
+    generator = torch.Generator(args.device)
+    generator.manual_seed(args.seed + 1_000_003 * rank + progress["step"])
 
     # environments, networks, optimizers
     env_seed = 10_007 * args.seed + progress["step"] + 100_003 * rank

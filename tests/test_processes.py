@@ -282,3 +282,26 @@ def test_refusals(tmp_path):
     out, _ = run.communicate(timeout=100)
     assert run.returncode != 0
     assert "num_envs 4 cannot be shared by 3 processes" in out
+
+
+def test_each_process_sees_its_own_gpu(monkeypatch, tmp_path, capsys):
+    import trudi_continuous as trudi
+
+    for i in range(2):
+        (tmp_path / f"0000:0{i}:00.0").mkdir()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    trudi.one_gpu_each(tmp_path)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    for given, rank, wanted in ((None, 1, "1"), ("5,7", 0, "5"), ("5,7", 1, "7")):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        if given:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        trudi.one_gpu_each(tmp_path)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(SystemExit):
+        trudi.one_gpu_each(tmp_path)
+    assert "--nproc-per-node can be at most 2 here" in capsys.readouterr().err
+    trudi.one_gpu_each(tmp_path / "no driver")
