@@ -138,14 +138,10 @@ CPU_DEFAULTS = dict(
     schedule_power=4.0,
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
-    alpha_learning_rate=0.01,
-    lambda_learning_rate=3e-4,
+    alpha_learning_rate=1.2e-3,
+    lambda_learning_rate=1.2e-3,
     anneal=1.0,
     max_grad_norm=100.0,
-    entropy_target=-2.5,
-    entropy_target_start=0.65,  # of the untrained policy
-    kl_bound=0.3,
-    kl_bound_end=0.01,
     lambda_init=1.0,
 )
 # Outside the DeepMind Control suite the rewards have an unknown scale and sign.
@@ -167,10 +163,6 @@ CPU_OTHER_TASK = dict(
     lambda_learning_rate=3e-4,
     anneal=0.0,
     max_grad_norm=0.5,
-    entropy_target=-1.665,
-    entropy_target_start=-1.665,
-    kl_bound=0.1,
-    kl_bound_end=0.1,
     diffusion_steps=8,
     schedule_power=2.0,
 )

@@ -76,7 +76,7 @@ def make_cases(script, agent, args):
         embedded = torch.randn(N, B, H)
         chain = trudi.Chain(*torch.randn(2, B, A), latents[:, 0], controls[:, 0])
         cases["sample_chain"] = Case((policy, embedded, noise), policy)
-        cases["entropy_bound"] = Case((policy, chain), policy)
+        cases["entropy_bound"] = Case((policy, chain), None)
         cases["trajectory_kl"] = Case((policy, embedded, latents, controls), policy)
     elif script is reppo:
         old_mean = torch.randn(B, A)
