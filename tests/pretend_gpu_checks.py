@@ -251,6 +251,29 @@ def test_maniskill_is_waited_for_once_a_step(training, monkeypatch):
     assert set(map(str, later)) == {"None"}, "episodes that follow draw from the simulation"
 
 
+@pytest.mark.parametrize("name", MANISKILL)
+def test_a_whole_run_of_maniskill(name, tmp_path, monkeypatch):
+    """Train, evaluate, save and resume with a simulation on the device."""
+    script = load(name)
+    script.import_tasks(None)
+
+    def make(env_id, **kwargs):
+        return ManiSkillStub(kwargs["num_envs"])
+
+    monkeypatch.setattr(script.gym, "make", make)
+    folder = tmp_path / "run"
+    flags = "--env-id PickCube-v1 --device cuda --hidden-size 8 --num-envs 4 --num-steps 8"
+    flags += " --num-minibatches 2 --update-epochs 1 --eval-points 1 --eval-episodes 2"
+    with pretend(script):
+        script.main([*flags.split(), "--total-timesteps", "64", "--run-dir", str(folder)])
+        script.main(["--resume", str(folder), "--total-timesteps", "96"])
+        script.main(["--evaluate", str(folder / "best.pt")])
+    assert steps(folder) == [32, 64, 96]
+    saved = torch.load(folder / "policy.pt", weights_only=True)
+    assert saved["args"]["backend"] == "physx_cuda" and saved["args"]["device"] == "cuda"
+    assert script.load_policy(folder / "policy.pt")(torch.zeros(3, 5)).shape == (3, 4)
+
+
 class CalledGraph(extras.Graph):
     """In the place of a CUDA graph: what would be replayed is called."""
 
