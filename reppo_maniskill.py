@@ -119,10 +119,10 @@ class Args:
     # policy and trust region
     alpha_init: float = 0.1  # initial entropy temperature; values include its bonus
     entropy_target: float = -0.5  # of the entropy, per action dimension, at the end of the run
-    entropy_target_start: float = -0.5  # the same at its start; it changes by sqrt(share done)
+    entropy_target_start: float | None = None  # the same at the start; None: it stays
     trust_region: Literal["split", "none"] = "split"  # Eq. (19), or no KL at all
     kl_bound: float = 0.1  # largest KL of old to new policy (epsilon), at the start of the run
-    kl_bound_end: float = 0.1  # the same at its end; in between it changes geometrically
+    kl_bound_end: float | None = None  # the same at its end, reached geometrically; None: it stays
     lambda_init: float = 0.01  # initial multiplier of the KL
 
     # evaluation
@@ -234,6 +234,10 @@ def check_args(args):
         stop("policy_delay must be at most update_epochs * num_minibatches")
     if (args.bench or args.track or args.cudagraphs) and extras is None:
         stop("--bench, --track and --cudagraphs need tools/extras.py beside this script")
+    if args.kl_bound_end is None:
+        args.kl_bound_end = args.kl_bound
+    if args.entropy_target_start is None:
+        args.entropy_target_start = args.entropy_target
     if args.cudagraphs and args.device != "cuda":
         stop("--cudagraphs needs a CUDA device")
 
@@ -1281,7 +1285,7 @@ def main(argv=None):
     # what an iteration sees: the share of this process, and tensors for what changes in the run
     args_now = replace(args, num_envs=args.num_envs // num_processes)
     args_now.kl_bound = torch.tensor(args.kl_bound, device=args.device)
-    args_now.entropy_target = torch.tensor(args.entropy_target_start, device=args.device)
+    args_now.entropy_target = torch.tensor(args.entropy_target, device=args.device)
     agent = Agent(eval_envs, args_now).to(args.device)
     if args.evaluate:
         restore(checkpoint, args, agent)

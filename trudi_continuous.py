@@ -110,10 +110,10 @@ class Args:
     eta: float = 1.0  # standard deviation of the prior that denoising starts from
     alpha_init: float = 0.01  # initial entropy temperature
     entropy_target: float = -1.665  # of the entropy bound, per action dimension, at the end
-    entropy_target_start: float = -1.665  # the same at the start; it changes by sqrt(share done)
+    entropy_target_start: float | None = None  # the same at the start; None: it stays
     trust_region: Literal["split", "none"] = "split"  # Eq. (19), or none for on-policy DIME
     kl_bound: float = 0.1  # largest KL of old to new chains (epsilon), at the start of the run
-    kl_bound_end: float = 0.1  # the same at its end; in between it changes geometrically
+    kl_bound_end: float | None = None  # the same at its end, reached geometrically; None: it stays
     kl_samples: int = 1  # chains of the old policy per state for the KL (K)
     lambda_init: float = 0.01  # initial multiplier of the KL
 
@@ -240,6 +240,10 @@ def check_args(args):
         stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
     if (args.bench or args.track or args.cudagraphs) and extras is None:
         stop("--bench, --track and --cudagraphs need tools/extras.py beside this script")
+    if args.kl_bound_end is None:
+        args.kl_bound_end = args.kl_bound
+    if args.entropy_target_start is None:
+        args.entropy_target_start = args.entropy_target
     if args.cudagraphs and args.device != "cuda":
         stop("--cudagraphs needs a CUDA device")
     if args.policy_delay > args.update_epochs * args.num_minibatches:
@@ -1435,7 +1439,7 @@ def main(argv=None):
     # what an iteration sees: the share of this process, and tensors for what changes in the run
     args_now = replace(args, num_envs=args.num_envs // num_processes)
     args_now.kl_bound = torch.tensor(args.kl_bound, device=args.device)
-    args_now.entropy_target = torch.tensor(args.entropy_target_start, device=args.device)
+    args_now.entropy_target = torch.tensor(args.entropy_target, device=args.device)
     agent = Agent(eval_envs, args_now).to(args.device)
     if args.evaluate:
         restore(checkpoint, args, agent)

@@ -148,6 +148,18 @@ def test_the_entropy_target_has_no_sign(script):
         assert args.entropy_target == value
 
 
+@pytest.mark.parametrize("script", SCRIPTS[:2], ids=lambda script: script.SCRIPT)
+def test_bounds_and_targets_stay_unless_told_to_change(script):
+    args = script.Args(entropy_target=-1.2, kl_bound=0.4)
+    script.check_args(args)
+    assert args.entropy_target_start == -1.2
+    assert args.kl_bound_end == 0.4
+    args = script.Args(entropy_target_start=0.5, kl_bound_end=0.05)
+    script.check_args(args)
+    assert args.entropy_target_start == 0.5
+    assert args.kl_bound_end == 0.05
+
+
 @every_script
 def test_missing_checkpoints(script):
     refused("--resume", "no/such/run", names=["no/such/run"], script=script)
