@@ -82,10 +82,18 @@ def install():
     Articulation._data_index = cached_index
 
 
-def make_env(env_id, num_envs, **kwargs):
-    """Like gym.make on a GPU: a batch of environments with state observations, no autoreset."""
+def make_env(env_id, num_envs, *, num_workers=0, env_module="", **kwargs):
+    """Like gym.make on a GPU: a batch of environments with state observations, no autoreset.
+
+    num_workers: processes that simulate it, see maniskill_workers.py; 0 or 1 is this process.
+    env_module: what the workers import first, if it registers env_id.
+    """
     defaults = {"reward_mode": "normalized_dense", "control_mode": "pd_joint_delta_pos"}
     kwargs = defaults | STATE_ONLY | kwargs
+    if num_workers > 1:
+        from simulators.maniskill_workers import WorkersEnv
+
+        return WorkersEnv(env_id, num_envs, num_workers, env_module, **kwargs)
     sentence = refusal()
     if sentence:
         print(f"{sentence} Falling back to separate environments, which are slower.")
