@@ -84,6 +84,8 @@ class Args:
     evaluate: str = ""  # checkpoint to evaluate instead of training
     track: bool = False  # log to Weights & Biases, too
     bench: int = 0  # measure so many iterations and write nothing
+    # processes that simulate on a CPU; None: a free core and 16 environments each; 0: in this one
+    sim_workers: int | None = None
     torch_threads: int = 1  # CPU threads of torch; 1 lets runs share a machine
     compile: bool = False  # torch.compile the hot functions
     cudagraphs: bool = False  # record the steps of acting and learning as CUDA graphs
@@ -134,6 +136,7 @@ CPU_DEFAULTS = dict(
 LIMITS = dict(
     seed=(0, 2**63),
     torch_threads=(1, os.cpu_count()),
+    sim_workers=(0, 1_000),
     bench=(0, math.inf),
     gamma=(0, 1),
     gae_lambda=(0, 1),
@@ -142,7 +145,7 @@ LIMITS = dict(
 )
 # Settings that --resume and --evaluate may change.
 MAY_CHANGE = {"run_dir", "resume", "evaluate", "track", "compile", "device", "torch_threads"}
-MAY_CHANGE |= {"backend", "total_timesteps", "cudagraphs", "tf32"}  # and what begins with eval_
+MAY_CHANGE |= {"backend", "total_timesteps", "cudagraphs", "tf32", "sim_workers"}  # and eval_*
 
 
 def parse_args(argv=None):
@@ -167,6 +170,7 @@ def parse_args(argv=None):
         print(f"simulated by {backend}; the checkpoint was made with {source.backend}")
     if checkpoint:
         defaults = replace(source, run_dir="", resume="", evaluate="", track=False)
+        defaults.sim_workers = None  # the machine may have other free cores now
     else:
         chosen = CPU_DEFAULTS if device == "cpu" else {}
         defaults = Args(**chosen, gamma=default_gamma(given.env_id))
@@ -200,6 +204,7 @@ def check_args(args):
         stop("--bench, --track and --cudagraphs need tools/extras.py beside this script")
     if args.cudagraphs and args.device != "cuda":
         stop("--cudagraphs needs a CUDA device")
+    args.sim_workers = choose_sim_workers(args)
 
 
 # === 2. Environments: ManiSkill on a GPU, or in a batch on a CPU ===
@@ -235,6 +240,28 @@ def choose_backend(env_id, backend, device):
     if backend == "auto":
         backend = "physx_cuda" if device == "cuda" else "physx_cpu_batched"
     return backend, "ManiSkill"
+
+
+def choose_sim_workers(args):
+    """How many processes simulate, besides this one. The results do not depend on it."""
+    if args.backend != "physx_cpu_batched":
+        if args.sim_workers:
+            stop(f"--sim-workers is for the simulation on a CPU, not for {args.backend}")
+        return 0
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
+    num_envs = args.eval_episodes if args.evaluate else args.num_envs // num_processes
+    num_workers = args.sim_workers
+    reason = "as --sim-workers says"
+    if num_workers is None:
+        num_free = extras.free_cores() if extras else 1
+        num_workers = min(num_free // num_processes, num_envs // 16)
+        reason = f"of {os.cpu_count()} cores {num_free} are free; --sim-workers sets another number"
+    if num_workers < 2:
+        num_workers = 0  # a single worker would only be waited for
+    if int(os.environ.get("RANK", 0)) == 0:
+        where = f"in {num_workers} worker processes" if num_workers else "in this process"
+        print(f"{num_envs} environments are simulated {where} ({reason})")
+    return num_workers
 
 
 def default_gamma(env_id):
@@ -314,7 +341,8 @@ class VecEnv:
             except ImportError as error:
                 needed = "simulators/maniskill_cpu.py beside this script"
                 stop(f"without CUDA the simulation needs {needed} ({error})")
-            return maniskill_cpu.make_env(args.env_id, num_envs, **kwargs)
+            workers = dict(num_workers=args.sim_workers or 0, env_module=args.env_module)
+            return maniskill_cpu.make_env(args.env_id, num_envs, **workers, **kwargs)
         if "render_mode" not in kwargs:  # states need no renderer, which many servers do not have
             kwargs["render_backend"] = "none"
             with contextlib.suppress(ImportError):

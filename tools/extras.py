@@ -4,6 +4,7 @@ Display           the progress line, curve.png, Ctrl-C and SIGTERM, Weights & Bi
 unused, lock      a run's folder belongs to one process
 check_*           refuse what would fail later, or in a way that is hard to understand
 describe_machine  versions and commit for args.json
+free_cores        how many cores nobody uses
 close_ids         what the user may have meant by an unknown environment id
 bench             where the time of an iteration goes
 """
@@ -63,10 +64,14 @@ class Display:
 
     def explain(self, kind, error, traceback):
         """What is printed for an error that ends the run; under torchrun often a lost process."""
+        saved = f"the last checkpoint is {self.run_dir}/checkpoint.pt"
+        if is_lost_worker(error):
+            print(f"error: {error}; {saved}", file=sys.stderr)
+            return
         sys.__excepthook__(kind, error, traceback)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             print("error: a process of this run failed or is gone", file=sys.stderr)
-        print(f"the last checkpoint is {self.run_dir}/checkpoint.pt", file=sys.stderr)
+        print(saved, file=sys.stderr)
 
     def say(self, line, stays=True):
         """Print a line. Where nobody can read it any more, as after `| head -1`, the run ends."""
@@ -122,6 +127,12 @@ class Display:
             draw_curve(self.run_dir / "metrics.csv", title)
         except Exception as error:  # a full disk, or matplotlib
             self.say(f"warning: curve.png could not be drawn: {error}")
+
+
+def is_lost_worker(error):
+    """Of simulators/maniskill_workers.py, which is not imported for that."""
+    workers = sys.modules.get("simulators.maniskill_workers")
+    return workers is not None and isinstance(error, workers.WorkerLost)
 
 
 def print_help(args_class, defaults, docstring):
@@ -337,6 +348,29 @@ def describe_machine(args):
         except importlib.metadata.PackageNotFoundError:
             continue
     return about
+
+
+def free_cores(seconds=0.3, path="/proc/stat"):
+    """Cores that this process may use and that were idle while it looked on."""
+    if not hasattr(os, "sched_getaffinity") or not os.path.exists(path):
+        return os.cpu_count()
+    before = core_times(path)
+    time.sleep(seconds)
+    free = 0.0
+    for core, (idle, total) in core_times(path).items():
+        idle_before, total_before = before[core]
+        free += (idle - idle_before) / max(total - total_before, 1)
+    return round(free)
+
+
+def core_times(path):
+    """Core -> idle and total time since the start of the machine, in ticks of 10 ms"""
+    times = {}
+    for core, *ticks in re.findall(r"^cpu(\d+)((?: \d+)+)", Path(path).read_text(), re.M):
+        if int(core) in os.sched_getaffinity(0):
+            ticks = [int(number) for number in ticks[0].split()]
+            times[int(core)] = (ticks[3] + ticks[4], sum(ticks))  # idle, or waiting for a disk
+    return times
 
 
 def close_ids(env_id, backend="", known=()):
