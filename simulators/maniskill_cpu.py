@@ -39,7 +39,9 @@ from mani_skill.envs.scene import ManiSkillScene
 from mani_skill.envs.tasks.tabletop.push_t import WhiteTableSceneBuilder
 from mani_skill.utils.scene_builder.table import TableSceneBuilder
 from mani_skill.utils.structs.articulation import Articulation
+from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 from mani_skill.utils.structs.base import PhysxRigidBodyComponentStruct
+from mani_skill.utils.structs.pose import Pose
 from mani_skill.utils.wrappers.flatten import FlattenActionSpaceWrapper
 from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
@@ -77,9 +79,14 @@ def install():
     sapien_env.BaseEnv._setup_scene = setup_scene
     PhysxRigidBodyComponentStruct._body_data_index = property(body_data_index)
     PhysxRigidBodyComponentStruct._body_data = property(body_data)
-    cached_index = cached_property(articulation_data_index)
-    cached_index.__set_name__(Articulation, "_data_index")  # a class body does this by itself
-    Articulation._data_index = cached_index
+    replace_data_index(Articulation, articulation_data_index)
+    replace_data_index(ArticulationJoint, joint_data_index)
+
+
+def replace_data_index(struct_class, function):
+    cached_index = cached_property(function)
+    cached_index.__set_name__(struct_class, "_data_index")  # a class body does this by itself
+    struct_class._data_index = cached_index
 
 
 def make_env(env_id, num_envs, *, num_workers=0, env_module="", **kwargs):
@@ -344,10 +351,10 @@ class BatchedSystem:
             self.read_links(stale_rows)
         return struct._body_data_index_internal
 
-    def articulation_index(self, struct):
-        """Rows of an articulation in the tensors of joints."""
+    def articulation_index(self, articulations):
+        """Their rows in the tensors of joints."""
         rows = []
-        for articulation in struct._objs:
+        for articulation in articulations:
             root_row = self.row_of_body[articulation.root._physx_pointer]
             rows.append(self.root_rows.index(root_row))
         return torch.tensor(rows, dtype=torch.int32)
@@ -516,6 +523,7 @@ original_setup_scene = sapien_env.BaseEnv._setup_scene
 original_body_data_index = vars(PhysxRigidBodyComponentStruct)["_body_data_index"].func
 original_body_data = vars(PhysxRigidBodyComponentStruct)["_body_data"].fget
 original_articulation_data_index = vars(Articulation)["_data_index"].func
+original_joint_data_index = vars(ArticulationJoint)["_data_index"].func
 
 
 class BatchedDevice:
@@ -568,10 +576,16 @@ def initialize_one_by_one(env, env_idx, options):
         # as torch.manual_seed, which loses a millisecond on GPUs; reset() restores the generator
         torch.default_generator.manual_seed(int(env._episode_seed[i]))
         type(env)._initialize_episode(env, torch.tensor([i]), options)
-    # TwoRobotPickCube replaces left_init_qpos, a part of its reward, in all rows
+    # TwoRobotPickCube replaces left_init_qpos, a part of its reward, in all rows, and PlugCharger
+    # computes goal_pose again from where the receptacle is by now
     for name, new in vars(env).items():
         old = attributes_before.get(name)
-        if new is old or not torch.is_tensor(new) or not torch.is_tensor(old):
+        if new is old:
+            continue
+        if isinstance(new, Pose) and isinstance(old, Pose):
+            new = new.raw_pose
+            old = old.raw_pose
+        if not torch.is_tensor(new) or not torch.is_tensor(old):
             continue
         if new.shape[:1] == old.shape[:1] == (env.num_envs,):
             new[not_starting] = old[not_starting]
@@ -594,8 +608,15 @@ def body_data(struct):
 def articulation_data_index(struct):
     """ManiSkill's asks for rows on the GPU, as with bodies."""
     if isinstance(struct.px, BatchedSystem):
-        return struct.px.articulation_index(struct)
+        return struct.px.articulation_index(struct._objs)
     return original_articulation_data_index(struct)
+
+
+def joint_data_index(joint):
+    """The same for a single joint, such as the hinge of MS-CartpoleBalance-v1."""
+    if isinstance(joint.px, BatchedSystem):
+        return joint.px.articulation_index(joint._physx_articulations)
+    return original_joint_data_index(joint)
 
 
 # === 5. Separate environments: the fallback, and what the speed is compared with ===

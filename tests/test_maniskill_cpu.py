@@ -316,6 +316,18 @@ def test_a_partial_reset_touches_only_its_own_rows(task):
     envs.close()
 
 
+def test_a_partial_reset_leaves_the_goals_of_others_alone():
+    """PlugCharger computes the goals of all environments whenever one of them starts."""
+    envs = make("PlugCharger")
+    envs.reset(seed=1)
+    envs.unwrapped.goal_pose.raw_pose += 1  # so that a goal that is computed again is seen
+    before = envs.unwrapped.goal_pose.raw_pose.clone()
+    reset_some(envs, [1])
+    after = envs.unwrapped.goal_pose.raw_pose
+    assert (before == after).all(1).tolist() == [True, False, True]
+    envs.close()
+
+
 @pytest.mark.slow
 def test_seeds_reproduce_and_envs_differ():
     envs = make("StackCube", max_episode_steps=8)
@@ -369,6 +381,20 @@ def test_every_environment_has_a_floor():
     for action in torch.zeros(20, *envs.action_space.shape):
         envs.step(action)
     assert torch.allclose(cube.pose.p[:, 2], torch.tensor(0.02 - 0.9196), atol=1e-3)
+    envs.close()
+
+
+def test_a_single_joint_has_a_row_per_environment():
+    """MS-CartpoleBalance-v1 rewards the angle of its hinge."""
+    envs = make("PickCube")
+    envs.reset(seed=0)
+    for action in noise(5, *envs.action_space.shape):
+        envs.step(action)
+    robot = envs.unwrapped.agent.robot
+    for i, joint in enumerate(robot.active_joints):
+        assert torch.equal(joint.qpos, robot.qpos[:, i])
+        assert torch.equal(joint.qvel, robot.qvel[:, i])
+    assert len(robot.qpos[:, 0].unique()) == 3
     envs.close()
 
 
