@@ -10,6 +10,9 @@ and `BatchedSystem` stands in for the GPU's `PhysxGpuSystem` by copying between 
 CPU tensors. Tasks, controllers, rewards and partial resets are ManiSkill's, and environment i
 does, to the bit, what ManiSkill's single environment does with the same seed.
 
+One process uses one core. With num_workers=W the environments are shared among W processes, see
+maniskill_workers.py, and each still does the same.
+
 Seeding is stricter than on a GPU, where all resets draw from torch's global generator. Here each
 environment has a stream of its own, like a single one with `enhanced_determinism=True`.
 
