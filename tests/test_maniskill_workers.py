@@ -222,9 +222,8 @@ def test_a_whole_run(task_folder, tmp_path):
 # --- what goes wrong ---
 
 
-def make_pushing(num_workers=2):
-    """A pool of its own number of workers is not shared with the tests above."""
-    env = maniskill_cpu.make_env("PushCube-v1", 4, num_workers=num_workers)
+def make_pushing():
+    env = maniskill_cpu.make_env("PushCube-v1", 4, num_workers=2)
     env.reset(seed=1)
     return env
 
