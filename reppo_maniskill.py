@@ -130,6 +130,7 @@ class Args:
     # evaluation
     eval_points: int = 20  # evaluations and checkpoints during training
     eval_episodes: int = 64  # episodes per evaluation, in environments of their own
+    eval_env_id: str = ""  # another task to evaluate on, of the same shapes; empty: env_id
     eval_sampler: Literal["mean", "sample", "best-of-k"] = "mean"  # how actions are chosen, see act
     eval_best_of: int = 10  # samples that best-of-k chooses from
 
@@ -425,6 +426,7 @@ class VecEnv:
         final_obs = self.to_tensor(obs)
         reward = self.to_tensor(reward)
         success = self.to_tensor(info.get("success", math.nan)).expand(self.num_envs)
+        mode = self.to_tensor(info.get("mode", math.nan)).expand(self.num_envs)
         broken = ~(final_obs.isfinite().all(dim=1) & reward.isfinite())
         self.nonfinite += broken.sum()
         final_obs = torch.where(broken[:, None], self.obs, final_obs)
@@ -447,6 +449,7 @@ class VecEnv:
                     "length": self.episode_length[index],
                     "success_once": self.success_once[index],
                     "success_at_end": success[index],
+                    "mode": mode[index],
                     "broken": broken[index],
                 }
             )
@@ -1003,6 +1006,47 @@ def mean_of(episodes, name):
     return float(np.mean([episode[name] for episode in episodes])) if episodes else math.nan
 
 
+def behavior(episodes):
+    """How evenly the ways to succeed are used, if the environment names them as info["mode"].
+
+    The entropy is 0 if all successes go the same way and 1 if all ways are equally frequent; it
+    is None below 20 successes. paper_entropy is the paper's form: shares of all episodes,
+    successful or not.
+    """
+    modes = [int(episode["mode"]) for episode in episodes if episode.get("mode", -1) >= 0]
+    if not modes:
+        return {}
+    num_modes = max(2, max(modes) + 1)
+    successes = []
+    for episode in episodes:
+        success = episode.get("success", episode.get("success_at_end"))
+        if episode["mode"] >= 0 and success > 0:
+            successes.append(int(episode["mode"]))
+    counts = np.bincount(successes, minlength=num_modes)
+    shares = counts[counts > 0] / max(1, len(successes))
+    entropy = float(-(shares * np.log(shares)).sum() / np.log(num_modes)) + 0.0
+    all_shares = np.bincount(modes, minlength=num_modes) / len(episodes)
+    all_shares = all_shares[all_shares > 0]
+    return {
+        "successes_by_mode": counts.tolist(),
+        "entropy": entropy if len(successes) >= 20 else None,
+        "paper_entropy": float(-(all_shares * np.log2(all_shares)).sum()) + 0.0,
+    }
+
+
+def print_behavior(ways):
+    counts = ", ".join(str(count) for count in ways["successes_by_mode"])
+    entropy = "undefined below 20 successes"
+    if ways["entropy"] is not None:
+        entropy = f"{ways['entropy']:.2f}"
+    print(f"  successes by mode {counts}   entropy {entropy}   paper's {ways['paper_entropy']:.2f}")
+
+
+def make_eval_envs(args, num_envs, seed):
+    """Environments of the task to evaluate on"""
+    return make_envs(replace(args, env_id=args.eval_env_id or args.env_id), num_envs, seed)
+
+
 def final_report(agent, args, run_dir, display=None):
     """Evaluate with all samplers on the same seeds, print a table and write it as JSON."""
     try:
@@ -1012,7 +1056,7 @@ def final_report(agent, args, run_dir, display=None):
     table = {}
     print(f"\n{args.eval_episodes} episodes each        return      std")
     for sampler in SAMPLERS:
-        envs = make_envs(args, args.eval_episodes, 10_007 * args.seed + 5_000)
+        envs = make_eval_envs(args, args.eval_episodes, 10_007 * args.seed + 5_000)
         episodes = evaluate(agent, envs, sampler, args, display)
         if display and display.stop_signal:
             display.stop()
@@ -1027,6 +1071,10 @@ def final_report(agent, args, run_dir, display=None):
         if table[sampler]["broken"] > 0:
             line += f"   {table[sampler]['broken']} ended by a non-finite step"
         print(line)
+        ways = behavior(episodes)
+        if ways:
+            table[sampler]["behavior"] = ways
+            print_behavior(ways)
     name = "eval.json"
     if args.evaluate:
         path = Path(args.evaluate)
@@ -1309,7 +1357,7 @@ def main(argv=None):
 
     # environments, networks, optimizers
     env_seed = 10_007 * args.seed + progress["step"] + 100_003 * rank
-    eval_envs = make_envs(args, args.eval_episodes, env_seed + 5_000)
+    eval_envs = make_eval_envs(args, args.eval_episodes, env_seed + 5_000)
     # what an iteration sees: the share of this process, and tensors for what changes in the run
     args_now = replace(args, num_envs=args.num_envs // num_processes)
     args_now.kl_bound = torch.tensor(args.kl_bound, device=args.device)
@@ -1320,6 +1368,8 @@ def main(argv=None):
         final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
         return
     envs = make_envs(args, args_now.num_envs, env_seed, training=True)
+    if args.eval_env_id and envs.spaces != eval_envs.spaces:
+        stop(f"{args.eval_env_id} has other observations or actions than {args.env_id}")
     duals = [
         dict(params=[agent.log_alpha], lr=args.alpha_learning_rate),
         dict(params=[agent.log_lambda], lr=args.lambda_learning_rate),

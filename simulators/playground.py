@@ -369,6 +369,7 @@ class VecEnv:
                     "return": float(ends.episode_return[i]),
                     "length": int(ends.episode_length[i]),
                     "success": float(ends.success[i]),
+                    "mode": float("nan"),  # its tasks have no names for ways to succeed
                     "broken": bool(ends.broken[i]),
                 }
                 self.finished.append(episode)

@@ -12,6 +12,7 @@ from run_helpers import BATCH, ROOT, run, steps, train
 from tools import extras
 
 CONTINUOUS = ["trudi_continuous", "reppo_continuous", "ppo_continuous"]
+CONTINUOUS += ["dppo_continuous", "fpo_continuous"]
 MANISKILL = ["trudi_maniskill", "reppo_maniskill", "ppo_maniskill"]
 CASES = [(name, {}) for name in CONTINUOUS + MANISKILL]
 CASES += [(name, {"normalize_reward": True}) for name in CONTINUOUS + MANISKILL]
@@ -47,7 +48,7 @@ class Envs:
 
 def make_optimizers(script, agent, args):
     """As in main."""
-    if script.__name__.startswith("ppo") or hasattr(script, "policy_loss"):
+    if hasattr(script, "policy_loss"):
         learning_rate = torch.tensor(args.learning_rate, device=DEVICE)
         return (torch.optim.Adam(agent.parameters(), learning_rate, fused=True),)
     duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.alpha_learning_rate)
@@ -61,6 +62,7 @@ def iterate(script, gpu, **changes):
     """Two iterations with the settings of CUDA and small sizes. -> agent"""
     sizes = dict(num_envs=6, num_steps=3, num_minibatches=2, update_epochs=2, hidden_size=16)
     args = script.Args(**sizes | {"device": "cuda"} | changes)
+    script.check_args(args)
     generator = DeviceGenerator(DEVICE)
     generator.manual_seed(1)
     envs = Envs()

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import dppo_continuous as dppo
+import fpo_continuous as fpo
 import ppo_continuous as ppo
 import reppo_continuous as reppo
 import trudi_continuous as trudi
@@ -21,11 +23,13 @@ from tools import extras
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-SCRIPTS = [trudi, reppo, ppo]
+SCRIPTS = [trudi, reppo, ppo, dppo, fpo]
 SAMPLERS = {
     trudi: ["ode", "sde", "best-of-k"],
     reppo: ["mean", "sample", "best-of-k"],
     ppo: ["mean", "sample"],
+    dppo: ["sde", "mean"],
+    fpo: ["ode"],
 }
 BATCH = 64  # steps of a tiny run's iteration
 TINY = ["--num-envs", "4", "--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "1"]
@@ -36,6 +40,8 @@ MORE = {
     trudi: ["--diffusion-steps", "2", "--policy-delay", "1"],
     reppo: ["--policy-delay", "1"],
     ppo: [],
+    dppo: ["--diffusion-steps", "2"],
+    fpo: ["--flow-steps", "2", "--flow-samples", "2", "--actor-hidden-size", "16"],
 }
 CLOCK = ["--env-id", "probe_envs:Clock-v0"]  # 16 steps an episode: it ends where iterations end
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.SCRIPT)
@@ -46,6 +52,8 @@ every_script_slowly = pytest.mark.parametrize(
         pytest.param(trudi, id="trudi_continuous"),
         pytest.param(reppo, id="reppo_continuous", marks=pytest.mark.slow),
         pytest.param(ppo, id="ppo_continuous", marks=pytest.mark.slow),
+        pytest.param(dppo, id="dppo_continuous", marks=pytest.mark.slow),
+        pytest.param(fpo, id="fpo_continuous", marks=pytest.mark.slow),
     ],
 )
 

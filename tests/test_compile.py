@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import dppo_continuous as dppo
+import fpo_continuous as fpo
 import ppo_continuous as ppo
 import reppo_continuous as reppo
 import trudi_continuous as trudi
@@ -26,8 +28,10 @@ SETTINGS = {
     trudi: SIZES | CRITIC | dict(diffusion_steps=N),
     reppo: SIZES | CRITIC,
     ppo: SIZES | dict(entropy_coef=0.01),
+    dppo: SIZES | dict(diffusion_steps=N, clip_coef_first=0.1),
+    fpo: SIZES | dict(flow_steps=N, flow_samples=3, actor_hidden_size=H),
 }
-SCRIPTS = [trudi, reppo, ppo]
+SCRIPTS = [trudi, reppo, ppo, dppo, fpo]
 COMPILERS = ("g++", "c++", "clang++")
 
 
@@ -88,12 +92,21 @@ def make_cases(script, agent, args):
         batch = {
             "obs": obs,
             "action": torch.randn(B, A),
-            "mean": torch.randn(B, A),
-            "log_std": torch.zeros(B, A),
             "value": torch.randn(B),
             "target": torch.randn(B),
             "advantage": torch.randn(B),
         }
+        if script is ppo:
+            batch["mean"] = torch.randn(B, A)
+            batch["log_std"] = torch.zeros(B, A)
+        elif script is dppo:
+            batch["chain"] = torch.randn(B, N + 1, A)
+            batch["log_prob"] = torch.randn(B, N)
+            batch["step"] = torch.arange(B) % N
+        else:
+            batch["t"] = torch.rand(B, 3, 1)
+            batch["noise"] = torch.randn(B, 3, A)
+            batch["flow_loss"] = torch.rand(B)
         cases["policy_loss"] = Case((agent, batch, args), agent)
     return cases
 

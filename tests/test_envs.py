@@ -114,7 +114,7 @@ def test_contract_with_a_time_limit(backend, env_id, kwargs, limit):
     assert [episode["env"] for episode in episodes] == 3 * [0, 1, 2]
     for episode in episodes:
         kinds = {name: type(value) for name, value in episode.items()}
-        numbers = {"return": float, "success": float}
+        numbers = {"return": float, "success": float, "mode": float}
         assert kinds == {"env": int, "length": int, "broken": bool} | numbers
         assert not episode["broken"]
 

@@ -160,10 +160,10 @@ def results(envs):
     """The finished episodes as lists: environment, return, length, success once, at the end"""
     found = []
     for episode in envs.pop_finished():
-        assert list(episode) == ["env", *trudi.EPISODE_METRICS, "broken"]
+        assert list(episode) == ["env", *trudi.EPISODE_METRICS, "mode", "broken"]
         assert type(episode["env"]) is int and type(episode["length"]) is int
         assert episode["broken"] is False
-        found.append(list(episode.values())[:-1])
+        found.append(list(episode.values())[:-2])
     return found
 
 

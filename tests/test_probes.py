@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from run_helpers import SAMPLERS, load, ppo, reppo, run, trudi
+from run_helpers import SAMPLERS, dppo, fpo, load, ppo, reppo, run, trudi
 
 pytestmark = pytest.mark.slow  # each one trains for seconds
 NUM_STEPS = 4
@@ -15,12 +15,16 @@ SETTINGS = {
     trudi: SIZES + CRITIC,
     reppo: SIZES + CRITIC,
     ppo: SIZES + ["--update-epochs", 4, "--schedule", "fixed"],
+    dppo: SIZES + ["--update-epochs", 4, "--anneal", 0],
+    fpo: SIZES + ["--update-epochs", 4, "--anneal", 0],
 }
 # With a temperature near zero the soft value is the plain one.
 PLAIN_VALUE = {
     trudi: ["--alpha-init", 1e-6, "--diffusion-steps", 1],
     reppo: ["--alpha-init", 1e-6],
     ppo: ["--no-normalize-reward", "--no-clip-value"],
+    dppo: ["--no-normalize-reward", "--value-coef", 1],
+    fpo: ["--no-normalize-reward", "--value-coef", 1],
 }
 # probe -> iterations, {observation: value}
 VALUES = {
@@ -48,7 +52,7 @@ def learn(script, probe, folder, iterations, flags, num_envs=16):
 def values_at(script, agent, observation):
     """Q at three actions, which do not matter in these probes, or V three times."""
     obs = agent.policy.normalizer(torch.full((3, 1), float(observation)))
-    if script is ppo:
+    if script in (ppo, dppo, fpo):
         return agent.value(obs).tolist()
     action = torch.tensor([[-0.9], [0.0], [0.9]])
     return agent.critic.value(agent.critic.features(obs, action)).tolist()
@@ -73,7 +77,7 @@ def actions_of(script, agent, args, sampler):
 @pytest.mark.parametrize(
     "probe", ["One", "Late", "Endless", "Sign", pytest.param("Climb", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("script", [trudi, reppo, ppo], ids=lambda script: script.SCRIPT)
+@pytest.mark.parametrize("script", SETTINGS, ids=lambda script: script.SCRIPT)
 def test_values(script, probe, tmp_path):
     iterations, expected = VALUES[probe]
     agent, _ = learn(script, probe, tmp_path / "run", iterations, PLAIN_VALUE[script])
@@ -89,8 +93,10 @@ def test_values(script, probe, tmp_path):
         (reppo, ["--alpha-init", 0.05], [0.1, 0.4, 0.1]),
         (ppo, ["--entropy-coef", 0], [0.1, 0.4]),
         (ppo, ["--entropy-coef", 0, "--objective", "spo"], [0.1, 0.4]),
+        (dppo, ["--learning-rate", 1e-3], [0.3, 0.2]),
+        (fpo, ["--learning-rate", 1e-3], [0.3]),
     ],
-    ids=["trudi", "reppo", "ppo", "spo"],
+    ids=["trudi", "reppo", "ppo", "spo", "dppo", "fpo"],
 )
 def test_finds_the_best_action(script, flags, widths, tmp_path):
     """widths: the largest standard deviation of each sampler's actions"""

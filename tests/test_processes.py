@@ -21,6 +21,7 @@ import torch.multiprocessing as multiprocessing
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ["trudi_continuous", "reppo_continuous", "ppo_continuous"]
+RUNS = [*SCRIPTS, "dppo_continuous", "fpo_continuous"]
 OBS_DIM = 7
 ACTION_DIM = 2
 BASE = dict(num_steps=6, num_minibatches=2, update_epochs=2, hidden_size=16, max_grad_norm=0.5)
@@ -64,7 +65,7 @@ def make(script, args, envs):
     with torch.no_grad():
         for parameter in agent.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    if script.SCRIPT == "ppo_continuous":
+    if hasattr(script, "policy_loss"):
         rate = torch.tensor(args.learning_rate)
         return agent, [torch.optim.Adam(agent.parameters(), rate, fused=True)]
     duals = dict(params=[agent.log_alpha, agent.log_lambda], lr=args.alpha_learning_rate)
@@ -203,7 +204,7 @@ def steps(folder):
         return [int(row["global_step"]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", RUNS)
 def test_whole_run_and_resume(name, tmp_path):
     folder = tmp_path / "run"
     run = start(folder, "--total-timesteps", 64, "--eval-points", 2, name=name)

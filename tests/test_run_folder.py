@@ -264,8 +264,12 @@ def test_help_explains_every_flag_and_shows_its_default(script):
             if name == "env_id":
                 value = "CheetahRun-v1"
             if default == "None":  # it stays what its partner is
-                partner = {"kl_bound_end": "kl_bound", "entropy_target_start": "entropy_target"}
-                assert value == getattr(args, partner[name])
+                partners = {
+                    "kl_bound_end": "kl_bound",
+                    "entropy_target_start": "entropy_target",
+                    "clip_coef_first": "clip_coef",
+                }
+                assert value == getattr(args, partners[name])
                 value = None
             assert default == (str(value) or "''"), f"--{name} shows another default"
 

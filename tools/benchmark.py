@@ -69,6 +69,15 @@ def four_algorithms(kind, settings=None, ppo_settings=None):
     ]
 
 
+def seven_algorithms(kind):
+    """All that the paper compares."""
+    return four_algorithms(kind) + [
+        Algorithm("spo", f"ppo_{kind}.py", {"objective": "spo"}),
+        Algorithm("dppo", f"dppo_{kind}.py", {}),
+        Algorithm("fpo", f"fpo_{kind}.py", {}),
+    ]
+
+
 def kl_variants():
     variants = []
     for bound in [0.01, 0.1, 0.2, 0.4, 1, 10, 50]:
@@ -208,21 +217,21 @@ GRIDS = {
         summary="every algorithm on two envs for a moment: does it run at all (minutes)",
         envs=["CheetahRun-v1", "Pendulum-v1"],
         seeds=[1],
-        algorithms=four_algorithms("continuous"),
+        algorithms=seven_algorithms("continuous"),
         settings=CPU | {"total_timesteps": 16_384, "eval_points": 2, "eval_episodes": 2},
     ),
     "laptop": Grid(
-        summary="6 DMC tasks x 5 seeds x 1M steps on a CPU (two cores, four hours)",
+        summary="6 DMC tasks x 5 seeds x 1M steps on a CPU (two cores, eight hours)",
         envs=LAPTOP_ENVS,
         seeds=[1, 2, 3, 4, 5],
-        algorithms=four_algorithms("continuous"),
+        algorithms=seven_algorithms("continuous"),
         settings=CPU,
     ),
     "paper-dmc": Grid(
         summary="the paper's 20 DMC tasks x 10 seeds x 50M steps on CUDA, by MuJoCo Playground",
         envs=DMC_ENVS,
         seeds=TEN_SEEDS,
-        algorithms=four_algorithms("continuous"),
+        algorithms=seven_algorithms("continuous"),
         settings={"backend": "playground"} | CUDA,
     ),
     "paper-humanoid": Grid(

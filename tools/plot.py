@@ -322,6 +322,10 @@ def reached_the_end(settings, total_steps):
 
 def guess_algorithm(settings):
     """The algorithm that has such settings, for folders with other names."""
+    if "gamma_denoise" in settings:
+        return "dppo"
+    if "flow_steps" in settings:
+        return "fpo"
     if "diffusion_steps" in settings:
         return "trudi"
     if "clip_coef" in settings:

@@ -18,13 +18,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"<!-- python tools/plot\.py (.*?) -->\n.*?<!-- end -->", re.S)
 DIFF = re.compile(r"<!-- diff: (\S+) (\S+) -->\n.*?<!-- end diff -->", re.S)
-# REPPO's functions and those of TruDi that play the same part
+# (script, other script): its functions and those of the other one that play the same part
 COUNTERPARTS = {
-    "GaussianPolicy": "DiffusionPolicy",
-    "sample_action": "sample_chain",
-    "gaussian_kl": "trajectory_kl",
-    "actor_loss": "actor_loss",
-    "dual_loss": "dual_loss",
+    ("reppo_continuous.py", "trudi_continuous.py"): {
+        "GaussianPolicy": "DiffusionPolicy",
+        "sample_action": "sample_chain",
+        "gaussian_kl": "trajectory_kl",
+        "actor_loss": "actor_loss",
+        "dual_loss": "dual_loss",
+    },
+    ("ppo_continuous.py", "dppo_continuous.py"): {
+        "log_prob": "step_log_prob",
+        "policy_loss": "policy_loss",
+        "policy_step": "policy_step",
+        "update": "update",
+    },
+    ("ppo_continuous.py", "fpo_continuous.py"): {
+        "log_prob": "flow_loss",
+        "policy_loss": "policy_loss",
+        "policy_step": "policy_step",
+    },
 }
 
 
@@ -76,7 +89,7 @@ def script_diff(one, other):
     before = definitions(ROOT / one)
     after = definitions(ROOT / other)
     sections = []
-    for name, counterpart in COUNTERPARTS.items():
+    for name, counterpart in COUNTERPARTS[one, other].items():
         title = f"`{name}`" if name == counterpart else f"`{name}` becomes `{counterpart}`"
         lines = function_diff(before[name], after[counterpart])
         sections.append("\n".join([f"{title}:", "", "```diff", *lines, "```"]))

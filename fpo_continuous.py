@@ -1,0 +1,1193 @@
+"""FPO: Flow Policy Optimization, flow matching inside PPO.
+
+An action is made of noise by following a velocity field from time one to time zero. Its likelihood
+is out of reach, but the loss of flow matching is an upper bound of its negative logarithm, up to a
+constant. So FPO puts the change of this loss into PPO's ratio: an action that the new field
+reconstructs better than the old one did has become more likely.
+
+    x_t = t noise + (1 - t) action, so dx/dt = noise - action        flow_loss
+    action = x_0, by Euler steps from x_1 = noise                    sample_action
+    flow-matching loss at stored times and noises of each action     flow_loss
+    r = exp(old loss - new loss)                                     policy_loss
+    min(r A, clip(r, 1 - eps, 1 + eps) A)                            policy_loss
+    generalized advantage estimates: TD(lambda) targets - values     compute_targets
+
+Usage:
+    python fpo_continuous.py                                   # CheetahRun-v1
+    python fpo_continuous.py --env-id WalkerWalk-v1 --seed 2
+    python fpo_continuous.py --resume runs/FOLDER              # go on with an interrupted run
+    python fpo_continuous.py --evaluate runs/FOLDER/best.pt    # evaluate a checkpoint
+
+McAllister et al., 2025 (FPO); Lipman et al., 2023 (flow matching).
+docs/fpo.md lists the departures from the authors' code.
+Shapes: T rollout steps, E environments, B minibatch, O observation, A action, H hidden units,
+M flow samples per action.
+"""
+
+import csv
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+import zipfile
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from torch import nn
+
+try:
+    from tools import extras  # comfort: progress line, curve.png, signals, wandb, versions, bench
+except ImportError:
+    extras = None  # a script that was copied alone does without
+
+SCRIPT = Path(__file__).stem
+SAMPLERS = ("ode",)
+EPISODE_METRICS = ("return", "length", "success")
+MAX_EPISODE_STEPS = 10_000  # an environment without an end must not run for ever
+
+
+# === 1. Settings ===
+@dataclass
+class Args:
+    """The defaults are for a GPU."""
+
+    # run
+    env_id: str = "CheetahRun-v1"  # id of EnvPool, Playground or Gymnasium, or `module:Id`
+    backend: Literal["auto", "envpool", "gymnasium", "playground"] = "auto"  # auto: who has the id
+    total_timesteps: int = 50_000_000  # environment steps of the whole run
+    seed: int = 1  # seed of the networks, the noise and the environments
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where it is present
+    run_dir: str = ""  # folder to write to; empty: a new one in runs/
+    resume: str = ""  # folder of an interrupted run to go on with
+    evaluate: str = ""  # checkpoint to evaluate instead of training
+    track: bool = False  # log to Weights & Biases, too
+    bench: int = 0  # measure so many iterations and write nothing
+    torch_threads: int = 1  # CPU threads of torch and EnvPool
+    compile: bool = False  # torch.compile the hot functions
+    cudagraphs: bool = False  # record the steps of acting and learning as CUDA graphs
+    tf32: bool = True  # matrix products on CUDA with 10 bits of mantissa, in a fraction of the time
+
+    # rollout and optimization
+    num_envs: int = 1024  # parallel environments (E)
+    num_steps: int = 128  # steps that each environment takes per iteration (T)
+    num_minibatches: int = 32  # minibatches per epoch
+    update_epochs: int = 16  # passes over each rollout
+    learning_rate: float = 3e-4  # Adam's learning rate at the start
+    anneal: float = 0.0  # share of the learning rate that is gone at the end of the run
+    max_grad_norm: float = 1.0  # the gradient is clipped to this norm
+
+    # policy
+    actor_hidden_size: int = 32  # width of the four layers of the velocity field
+    flow_steps: int = 10  # Euler steps per action
+    flow_samples: int = 8  # times and noises per action at which the loss is measured (M)
+    clip_coef: float = 0.2  # how far the ratio may move from one (eps)
+
+    # value function
+    hidden_size: int = 256  # width of the five layers of the value function (H)
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # trace parameter of the advantages
+    value_coef: float = 0.25  # weight of the value loss
+    normalize_reward: bool = True  # scale rewards to returns of return_scale
+    return_scale: float = 1.0  # root mean square of scaled, discounted returns
+
+    # evaluation
+    eval_points: int = 20  # evaluations and checkpoints during training
+    eval_episodes: int = 16  # episodes per evaluation, in environments of their own
+    eval_env_id: str = ""  # another task to evaluate on, of the same shapes; empty: env_id
+    eval_sampler: Literal["ode"] = "ode"  # Euler steps from fresh noise, as in training
+
+
+# A CPU takes a fiftieth of the steps.
+CPU_DEFAULTS = dict(
+    total_timesteps=1_000_000,
+    num_envs=32,
+    num_steps=64,
+    num_minibatches=8,
+    update_epochs=4,
+    learning_rate=7e-4,
+    anneal=1.0,
+    actor_hidden_size=64,
+    flow_samples=16,
+    clip_coef=0.05,
+    hidden_size=128,
+)
+# Smallest and largest values; all other numbers must be positive.
+LIMITS = dict(
+    seed=(0, 2**63),
+    torch_threads=(1, os.cpu_count()),
+    bench=(0, math.inf),
+    anneal=(0, 1),
+    flow_steps=(1, 1_000),
+    gamma=(0, 1),
+    gae_lambda=(0, 1),
+    eval_episodes=(1, 100_000),
+)
+# Settings that --resume and --evaluate may change.
+MAY_CHANGE = {"run_dir", "resume", "evaluate", "track", "compile", "device", "torch_threads"}
+MAY_CHANGE |= {"total_timesteps", "cudagraphs", "tf32"}  # and what begins with eval_
+
+
+def parse_args(argv=None):
+    """Parse twice: the device decides the defaults of the second pass, and what --help shows.
+
+    -> args, checkpoint to start from or None
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    given = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
+    device = choose_device(given.device)
+    checkpoint = None
+    if given.resume or given.evaluate:
+        checkpoint = load_checkpoint(given)
+        saved = Args(**checkpoint["args"])
+        backend = saved.backend
+        defaults = replace(saved, run_dir="", resume="", evaluate="", track=False)
+    else:
+        backend, _ = choose_backend(given.env_id, given.backend, device)
+        defaults = Args(**CPU_DEFAULTS) if device == "cpu" else Args()
+    defaults = replace(defaults, backend=backend, device=device)
+    if extras and {"-h", "--help"} & set(argv):
+        extras.print_help(Args, defaults, __doc__)
+    args = tyro.cli(Args, args=argv, default=defaults, description=__doc__)
+    args.device = device
+    if args.backend == "auto":
+        args.backend = backend
+    if checkpoint:
+        for name, before in checkpoint["args"].items():
+            now = getattr(args, name)
+            may_change = name in MAY_CHANGE or name.startswith("eval_")
+            if now != before and not may_change:
+                stop(f"the checkpoint was made with {name} {before} and cannot go on with {now}")
+    check_args(args)
+    return args, checkpoint
+
+
+def check_args(args):
+    """Refuse what cannot work, before anything starts."""
+    if extras:
+        extras.check_numbers(args, LIMITS)
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches != 0:
+        stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
+    if args.total_timesteps < batch_size:
+        stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
+    if (args.bench or args.track or args.cudagraphs) and extras is None:
+        stop("--bench, --track and --cudagraphs need tools/extras.py beside this script")
+    if args.cudagraphs and args.device != "cuda":
+        stop("--cudagraphs needs a CUDA device")
+
+
+# === 2. Environments: one contract for all simulators ===
+# --- shared: environments ---
+def choose_backend(env_id, backend, device):
+    """Who simulates the task, and the suite that its default settings belong to.
+
+    auto takes the first that has the id: Playground (on CUDA only), EnvPool, Gymnasium.
+    """
+    if backend == "playground" or (backend == "auto" and device == "cuda"):
+        try:
+            from simulators import playground
+        except ImportError as error:
+            if backend == "playground":
+                needed = "pip install -r requirements-playground.txt, simulators/ beside the script"
+                stop(f"--backend playground is not installed ({error}): {needed}")
+        else:
+            if backend == "playground" or env_id in playground.TASKS:
+                return "playground", playground.TASKS.get(env_id, "other")
+    family = ""
+    try:
+        import envpool
+
+        if env_id in envpool.list_all_envs():
+            family = type(envpool.make_spec(env_id)).__name__  # such as DmcCheetahEnvSpec
+    except ImportError:
+        pass
+    if backend == "auto":
+        backend = "envpool" if re.match("Dmc|Gym(?!n)|Playground", family) else "gymnasium"
+    is_control_suite = backend == "envpool" and family.startswith("Dmc")
+    return backend, "DMC" if is_control_suite else "other"
+
+
+def make_envs(args, num_envs, seed, **kwargs):
+    try:
+        if args.backend == "playground":
+            from simulators import playground
+
+            return playground.VecEnv(args, num_envs, seed, **kwargs)
+        return VecEnv(args, num_envs, seed, **kwargs)
+    except Exception as error:  # an unknown id, or a package that is missing
+        reason = " ".join(str(error).split()).rstrip(".")
+        hint = extras.close_ids(args.env_id, args.backend) if extras else ""
+        return stop(f"{args.backend} cannot make {args.env_id}: {reason}{hint}")
+
+
+class VecEnv:
+    """obs, reward, terminated, truncated, final_obs = step(action in [-1, 1]), all tensors.
+
+    Where an episode ended, final_obs is its last observation and obs the next one's first;
+    elsewhere they are equal. Bootstrapping from final_obs tells truncation from termination.
+    The policy sees the columns up to actor_dim, the critic those from critic_start on.
+    A non-finite step becomes a truncation at the last finite observation, and broken tells where.
+    With stagger, first episodes are cut at different lengths. Else all environments would be in
+    the same phase of an episode, and each rollout would teach that phase only.
+    """
+
+    def __init__(self, args, num_envs, seed, stagger=False, **kwargs):
+        self.backend = args.backend
+        self.num_envs = num_envs
+        self.device = torch.device(args.device)
+        self.seed = seed % 2**30  # of the first reset
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # for the user's own module:Id
+        if self.backend == "envpool":
+            import envpool
+
+            kwargs = dict(num_envs=num_envs, num_threads=args.torch_threads) | kwargs
+            self.env = envpool.make_gymnasium(args.env_id, seed=self.seed, **kwargs)
+            time_limit = self.env.config["max_episode_steps"]
+        else:
+            if extras:
+                extras.check_environment(args.env_id, kwargs)
+            disabled = dict(autoreset_mode="Disabled")  # step below resets by itself
+            self.env = gym.make_vec(args.env_id, num_envs, "sync", disabled, **kwargs)
+            time_limit = self.env.spec.max_episode_steps
+        space = self.env.single_action_space
+        if not isinstance(space, gym.spaces.Box):
+            raise TypeError(f"it has {type(space).__name__} actions, not continuous ones (Box)")
+        if not space.is_bounded():
+            wrapper = "gymnasium.wrappers.TransformAction can give it a bounded action space"
+            raise TypeError(f"its actions have no bounds, not even for RescaleAction: {wrapper}")
+        low = space.low.reshape(-1)
+        high = space.high.reshape(-1)
+        self.action_center = (high + low) / 2
+        self.action_halfwidth = (high - low) / 2
+        self.action_space = space
+        self.action_dim = len(low)
+        self.nonfinite = 0  # broken steps so far
+        self.finished = []  # episodes that ended since pop_finished
+        self.episode_return = np.zeros(num_envs)
+        self.episode_length = np.zeros(num_envs, int)
+        self.cut_at = np.full(num_envs, MAX_EPISODE_STEPS)
+        if stagger and time_limit:
+            self.cut_at = 1 + np.arange(num_envs) * time_limit // num_envs  # first episodes only
+        self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
+        self.obs_dim = self.obs.shape[1]
+        self.spaces = {  # for load_policy
+            "obs_dim": self.obs_dim,
+            "actor_dim": self.actor_dim,
+            "critic_start": self.critic_start,
+            "action_dim": self.action_dim,
+            "obs_shapes": self.obs_shapes,
+            "action_shape": list(space.shape),
+            "action_low": low.tolist(),
+            "action_high": high.tolist(),
+        }
+
+    def flatten(self, obs):
+        """An array or a dictionary of arrays -> (E, O), privileged observations last."""
+        if not isinstance(obs, dict):
+            obs = {"state": obs}
+        parts = {name: part.reshape(len(part), -1) for name, part in obs.items()}
+        privileged = parts.pop("privileged_state", None)
+        self.obs_shapes = {name: list(obs[name].shape[1:]) for name in parts}
+        self.actor_dim = sum(part.shape[1] for part in parts.values())
+        self.critic_start = 0
+        columns = list(parts.values())
+        if privileged is not None:
+            self.critic_start = self.actor_dim
+            self.obs_shapes["privileged_state"] = list(obs["privileged_state"].shape[1:])
+            columns.append(privileged)
+        return np.concatenate(columns, axis=1, dtype=np.float32)
+
+    def reset_where(self, mask):
+        """Start a new episode in some environments. -> their observations"""
+        self.episode_return[mask] = 0
+        self.episode_length[mask] = 0
+        if self.backend == "envpool":  # its own autoreset would put a dummy step into the data
+            obs, _ = self.env.reset(np.flatnonzero(mask).astype(np.int32))
+            return np.nan_to_num(self.flatten(obs), posinf=0, neginf=0)
+        obs, _ = self.env.reset(seed=self.seed, options=dict(reset_mask=mask))
+        self.seed = None  # later resets go on with each environment's own random stream
+        return np.nan_to_num(self.flatten(obs)[mask], posinf=0, neginf=0)
+
+    def reset(self):
+        """Start a new episode in all environments. -> (E, O)"""
+        self.obs = self.reset_where(np.ones(self.num_envs, bool))
+        self.finished = []
+        return torch.as_tensor(self.obs, device=self.device)
+
+    def step(self, action):
+        action = action.cpu().numpy().clip(-1, 1)
+        action = self.action_center + self.action_halfwidth * action
+        action = action.astype(self.action_space.dtype)
+        action = action.reshape(self.num_envs, *self.action_space.shape)
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        final_obs = self.flatten(obs)
+        reward = reward.astype(np.float32)
+        broken = ~(np.isfinite(final_obs).all(axis=1) & np.isfinite(reward))
+        self.nonfinite += int(broken.sum())
+        final_obs[broken] = self.obs[broken]
+        reward[broken] = 0
+        terminated = terminated & ~broken
+        self.episode_return += reward
+        self.episode_length += 1
+        truncated = truncated | broken | (self.episode_length >= self.cut_at)
+
+        ended = terminated | truncated
+        self.obs = final_obs.copy()
+        if ended.any():
+            unknown = np.full(self.num_envs, np.nan)
+            success = info.get("success", info.get("is_success", unknown))
+            mode = info.get("mode", unknown)  # which of several ways was taken, see behavior
+            is_whole = self.cut_at == MAX_EPISODE_STEPS  # a staggered episode is no result
+            for i in np.flatnonzero(ended & is_whole):
+                episode = {
+                    "env": int(i),
+                    "return": float(self.episode_return[i]),
+                    "length": int(self.episode_length[i]),
+                    "success": float(success[i]),
+                    "mode": float(mode[i]),
+                    "broken": bool(broken[i]),
+                }
+                self.finished.append(episode)
+            self.obs[ended] = self.reset_where(ended)
+            self.cut_at[ended] = MAX_EPISODE_STEPS
+        # one transfer to the device: a GPU would be waited for once per array
+        numbers = np.stack([reward, terminated, truncated, broken], axis=1)
+        table = np.concatenate([self.obs, final_obs, numbers], axis=1, dtype=np.float32)
+        table = torch.as_tensor(table, device=self.device)
+        obs, final_obs, numbers = table.split([self.obs_dim, self.obs_dim, 4], dim=1)
+        reward, *flags = numbers.unbind(dim=1)
+        terminated, truncated, self.broken = (flag.bool() for flag in flags)
+        return obs, reward, terminated, truncated, final_obs
+
+    def pop_finished(self):
+        """The episodes that ended since the last call."""
+        finished = self.finished
+        self.finished = []
+        return finished
+
+
+# --- end shared ---
+# --- shared: devices and processes ---
+def choose_device(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        stop("--device cuda: torch sees no CUDA device here")
+    if device == "auto" and extras:
+        extras.warn_about_gpu()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def one_gpu_each(drivers="/proc/driver/nvidia/gpus"):
+    """Under torchrun each process sees one GPU, its own. CUDA must not have been asked before."""
+    if "LOCAL_RANK" not in os.environ or not os.path.isdir(drivers):
+        return
+    gpus = [str(i) for i in range(len(os.listdir(drivers)))]
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if local_rank >= len(gpus):
+        stop(f"process {local_rank} has no GPU: --nproc-per-node can be at most {len(gpus)} here")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank]
+
+
+def join_processes(args):
+    """Meet the other processes of torchrun. -> rank of this one, number of them"""
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes == 1:
+        return 0, 1
+    if args.evaluate or args.cudagraphs:
+        stop("--evaluate and --cudagraphs work in one process, without torchrun")
+    if args.num_envs % num_processes != 0:
+        stop(f"num_envs {args.num_envs} cannot be shared by {num_processes} processes")
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=2))  # some wait for an evaluation
+    if dist.get_rank() > 0:  # the first process speaks for all, and listens
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return dist.get_rank(), num_processes
+
+
+def average(tensors):
+    """Replace tensors by their means over all processes; in a single process nothing changes."""
+    if not dist.is_initialized():
+        return
+    row = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    dist.all_reduce(row)
+    row /= dist.get_world_size()
+    for tensor, values in zip(tensors, row.split([x.numel() for x in tensors]), strict=True):
+        tensor.detach().copy_(values.view_as(tensor))
+
+
+def gather(tensor):
+    """The tensors of all processes, stacked."""
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)
+    return torch.stack(tensors)
+
+
+def sums(numbers, device):
+    """The sums of numbers over all processes."""
+    if not dist.is_initialized():
+        return numbers
+    row = torch.tensor(numbers, device=device)
+    dist.all_reduce(row)
+    return row.tolist()
+
+
+# --- end shared ---
+# === 3. Networks ===
+# --- shared: normalizer ---
+class Normalizer(nn.Module):
+    """Running mean and variance of the observations, as buffers, so no checkpoint can lose them."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("var", torch.ones(dim))
+        self.register_buffer("count", torch.tensor(1e-4))
+
+    def update(self, obs):
+        """Merge the moments of a batch (E, O) into the running ones (Chan et al., 1979)."""
+        batch_var, batch_mean = torch.var_mean(obs, dim=0, correction=0)
+        batch_size = len(obs)
+        if dist.is_initialized():  # the moments of the batches of all processes
+            means, variances = gather(torch.stack([batch_mean, batch_var])).unbind(dim=1)
+            variance_of_means, batch_mean = torch.var_mean(means, dim=0, correction=0)
+            batch_var = variances.mean(dim=0) + variance_of_means
+            batch_size *= len(means)
+        self.count += batch_size
+        share = batch_size / self.count
+        delta = batch_mean - self.mean
+        self.var.lerp_(batch_var + (1 - share) * delta**2, share)
+        self.mean.lerp_(batch_mean, share)
+
+    def forward(self, obs):
+        return ((obs - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
+
+
+# --- end shared ---
+# --- shared: orthogonal layers ---
+def orthogonal_layer(inputs, outputs, gain):
+    """A layer with orthogonal weights, scaled by gain, and zero biases"""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+# --- end shared ---
+def mlp(inputs, hidden, num_layers, outputs, last_gain):
+    layers = []
+    width = inputs
+    for _ in range(num_layers):
+        layers += [orthogonal_layer(width, hidden, math.sqrt(2)), nn.SiLU()]
+        width = hidden
+    return nn.Sequential(*layers, orthogonal_layer(hidden, outputs, last_gain))
+
+
+class FlowPolicy(nn.Module):
+    """A velocity field that carries actions (time 0) to noise (time 1), and back.
+
+    Actions are unbounded; the environment gets their tanh.
+    """
+
+    def __init__(self, obs_dim, actor_dim, action_dim, args):
+        super().__init__()
+        self.actor_dim = actor_dim
+        self.action_dim = action_dim
+        self.num_steps = args.flow_steps
+        self.num_samples = args.flow_samples
+        self.normalizer = Normalizer(obs_dim)
+        inputs = actor_dim + action_dim + 8
+        self.network = mlp(inputs, args.actor_hidden_size, 4, action_dim, last_gain=1.0)
+        self.register_buffer("frequencies", 2.0 ** torch.arange(4))
+
+    def noise(self, batch_size, generator):
+        """Where an action starts, and where its loss is measured, (B, 1 + M, A)"""
+        shape = (batch_size, 1 + self.num_samples, self.action_dim)
+        return torch.randn(shape, generator=generator, device=generator.device)
+
+    def times(self, batch_size, generator):
+        """Where the loss is measured: starts of Euler steps, (B, M, 1)"""
+        shape = (batch_size, self.num_samples, 1)
+        step = torch.randint(self.num_steps, shape, generator=generator, device=generator.device)
+        return 1 - step / self.num_steps
+
+    def forward(self, obs, x, t):
+        """Velocity at the points x (..., A) and times t (..., 1)"""
+        angles = t * self.frequencies
+        inputs = [obs[..., : self.actor_dim], x, angles.cos(), angles.sin()]
+        return 0.25 * self.network(torch.cat(inputs, dim=-1))
+
+
+class Agent(nn.Module):
+    """All that training changes, in one state_dict."""
+
+    def __init__(self, envs, args):
+        super().__init__()
+        self.spaces = envs.spaces
+        self.critic_start = envs.critic_start
+        self.policy = FlowPolicy(envs.obs_dim, envs.actor_dim, envs.action_dim, args)
+        critic_inputs = envs.obs_dim - envs.critic_start
+        self.critic = mlp(critic_inputs, args.hidden_size, 5, 1, last_gain=1.0)
+        discounted_return = torch.zeros(args.num_envs)  # see scale_rewards
+        self.register_buffer("discounted_return", discounted_return, persistent=False)
+        self.register_buffer("squared_return_sum", torch.zeros(()))
+        self.register_buffer("return_count", torch.zeros(()))
+
+    def value(self, obs):
+        """(..., O) -> (...)"""
+        return self.critic(obs[..., self.critic_start :])[..., 0]
+
+
+# === 4. The flow, and the loss of policy and value function ===
+def sample_action(policy, obs, noise):
+    """Follow the velocity from noise (B, A) at time 1 to an action (B, A) at time 0."""
+    x = noise
+    for step in range(policy.num_steps):
+        t = torch.full_like(x[:, :1], 1 - step / policy.num_steps)
+        x = x - policy(obs, x, t) / policy.num_steps
+    return x
+
+
+def flow_loss(policy, obs, action, t, noise):
+    """Flow-matching loss of actions (B, A), at times (B, M, 1) and noises (B, M, A). -> (B,)"""
+    x = t * noise + (1 - t) * action[:, None]
+    obs = obs[:, None].expand(-1, x.shape[1], -1)
+    believed_noise = x + (1 - t) * policy(obs, x, t)
+    return (believed_noise - noise).square().mean(dim=(1, 2))
+
+
+def policy_loss(agent, batch, args):
+    """The loss of policy and value function together. -> loss, metrics"""
+    eps = args.clip_coef
+    advantage = batch["advantage"]
+    new_loss = flow_loss(agent.policy, batch["obs"], batch["action"], batch["t"], batch["noise"])
+    log_ratio = (batch["flow_loss"] - new_loss).clamp(-3, 3)  # or the ratio might overflow
+    ratio = log_ratio.exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - eps, 1 + eps) * advantage).mean()
+
+    value = agent.value(batch["obs"])
+    fit = (value - batch["target"]).square().mean()
+    loss = -gain + args.value_coef * fit
+    return loss, {
+        "losses/policy": -gain.detach(),
+        "losses/value": fit.detach(),
+        "losses/flow": new_loss.detach().mean(),
+        "policy/ratio_change": (ratio - 1).detach().abs().mean(),
+        "policy/clipped": ((ratio - 1).abs() > eps).to(ratio).mean(),
+        "policy/action_std": batch["action"].std(dim=0).mean(),
+    }
+
+
+# --- shared: advantages ---
+def normalize_advantage(advantage, broken):
+    """(T, E) -> mean zero and variance one over the steps that are not broken, zero elsewhere"""
+    whole = (~broken).to(advantage)
+    num_whole = whole.sum()
+    total = (advantage * whole).sum()
+    average([num_whole, total])
+    num_whole.clamp_(min=1)
+    centered = (advantage - total / num_whole) * whole
+    total_square = centered.square().sum()
+    average([total_square])
+    return centered / ((total_square / num_whole).sqrt() + 1e-8)
+
+
+# --- end shared ---
+def act(agent, obs, sampler, args, generator):
+    """Actions at evaluation; obs are normalized."""
+    noise = agent.policy.noise(obs.shape[0], generator)
+    return sample_action(agent.policy, obs, noise[:, 0]).tanh()
+
+
+# === 5. One iteration: rollout, targets, update ===
+def policy_step(agent, args, batch):
+    """Sample actions for observations. batch: obs (E, O), noise, t. -> what the rollout stores"""
+    policy = agent.policy
+    policy.normalizer.update(batch["obs"])
+    normalized = policy.normalizer(batch["obs"])  # old and new policy must see the same input
+    start = batch["noise"][:, 0]
+    noise = batch["noise"][:, 1:]
+    action = sample_action(policy, normalized, start)
+    return {
+        "obs": normalized,
+        "action": action,
+        "t": batch["t"],
+        "noise": noise,
+        "flow_loss": flow_loss(policy, normalized, action, batch["t"], noise),
+    }
+
+
+@torch.no_grad()
+def rollout(agent, envs, obs, args, generator):
+    """Collect T steps with the current policy. -> dict of (T, E, ...), next observation"""
+    policy = agent.policy
+    steps = []
+    for _ in range(args.num_steps):
+        batch = {"obs": obs, "noise": policy.noise(len(obs), generator)}
+        batch["t"] = policy.times(len(obs), generator)
+        step = policy_step(agent, args, batch)
+        obs, reward, terminated, truncated, final_obs = envs.step(step["action"].tanh())
+        step["reward"] = reward
+        step["terminated"] = terminated
+        step["truncated"] = truncated
+        step["broken"] = envs.broken
+        step["next_obs"] = policy.normalizer(final_obs)
+        steps.append(step)
+    data = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+    return data, obs
+
+
+# --- shared: targets ---
+def td_lambda_targets(reward, next_value, terminated, truncated, gamma, td_lambda):
+    """Eq. (17), (18), all (T, E); next_value belongs to the true next observation."""
+    targets = torch.empty_like(reward)
+    next_target = next_value[-1]  # the rollout's end cuts the trace
+    for t in reversed(range(len(reward))):
+        mixed = td_lambda * next_target + (1 - td_lambda) * next_value[t]
+        future = torch.where(truncated[t], next_value[t], mixed)  # a time-out cuts it, too
+        targets[t] = reward[t] + gamma * ~terminated[t] * future
+        next_target = targets[t]
+    return targets
+
+
+def scale_rewards(agent, reward, ended, args):
+    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale."""
+    for t in range(len(reward)):
+        agent.discounted_return.mul_(args.gamma).add_(reward[t])
+        agent.squared_return_sum += agent.discounted_return.square().sum()
+        agent.return_count += len(agent.discounted_return)
+        agent.discounted_return *= ~ended[t]
+    average([agent.squared_return_sum, agent.return_count])
+    rms = (agent.squared_return_sum / agent.return_count).sqrt().clamp(min=1e-8)
+    return reward * args.return_scale / rms
+
+
+# --- end shared ---
+@torch.no_grad()
+def compute_targets(agent, data, args, generator):
+    """TD(lambda) targets; minus the values they are generalized advantage estimates.
+
+    -> dict of (T * E, ...): what update needs
+    """
+    T, E = data["reward"].shape
+    reward = data["reward"]
+    terminated = data["terminated"]
+    truncated = data["truncated"].clone()
+    if args.normalize_reward:
+        reward = scale_rewards(agent, reward, terminated | truncated, args)
+    truncated[:-1] |= data["broken"][1:]  # no trace runs into a broken step
+    value = agent.value(data["obs"])
+    next_value = agent.value(data["next_obs"])
+    target = td_lambda_targets(
+        reward, next_value, terminated, truncated, args.gamma, args.gae_lambda
+    )
+    flat = {
+        "obs": data["obs"].flatten(0, 1),
+        "action": data["action"].flatten(0, 1),
+        "t": data["t"].flatten(0, 1),
+        "noise": data["noise"].flatten(0, 1),
+        "flow_loss": data["flow_loss"].flatten(),
+        "value": value.flatten(),
+        "target": target.flatten(),
+        "advantage": normalize_advantage(target - value, data["broken"]).flatten(),
+    }
+    # a broken step is never trained on: a whole one stands in for it
+    broken = data["broken"].flatten()
+    rows = torch.arange(T * E, device=broken.device)
+    rows = torch.where(broken, (~broken).int().argmax(), rows)
+    return {name: values[rows] for name, values in flat.items()}
+
+
+def gradient_step(agent, optimizer, args, batch):
+    """-> metrics"""
+    loss, metrics = policy_loss(agent, batch, args)
+    optimizer.zero_grad()
+    loss.backward()
+    average([parameter.grad for parameter in agent.parameters()])
+    norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return {**metrics, "losses/grad_norm": norm}
+
+
+def update(agent, optimizer, data, args, generator):
+    """Epochs of minibatches. -> mean metrics"""
+    batch_size = len(data["target"])
+    history = []
+    for _ in range(args.update_epochs):
+        order = torch.randperm(batch_size, generator=generator, device=generator.device)
+        for index in order.split(batch_size // args.num_minibatches):
+            batch = {name: values[index] for name, values in data.items()}
+            history.append(gradient_step(agent, optimizer, args, batch))
+
+    means = {}
+    for name in history[0]:
+        means[name] = torch.stack([metrics[name] for metrics in history]).mean()
+    target = data["target"]
+    residual = target - data["value"]
+    means["losses/target"] = target.mean()
+    means["losses/explained_variance"] = 1 - residual.var() / target.var()
+    means["policy/learning_rate"] = optimizer.param_groups[0]["lr"].clone()
+    average(list(means.values()))
+    return means
+
+
+# === 6. Evaluation, checkpoints, logging ===
+# --- shared: evaluation ---
+@torch.no_grad()
+def evaluate(agent, envs, sampler, args, display=None):
+    """The first episode of each environment; an empty list if a signal asked the run to end."""
+    generator = torch.Generator(envs.device).manual_seed(args.seed)
+    obs = envs.reset()
+    first_episodes = {}
+    for _ in range(MAX_EPISODE_STEPS):  # no episode is longer
+        normalized = agent.policy.normalizer(obs)
+        obs, *_ = envs.step(act(agent, normalized, sampler, args, generator))
+        for episode in envs.pop_finished():
+            first_episodes.setdefault(episode["env"], episode)
+        if len(first_episodes) == envs.num_envs:
+            break
+        if display and display.stop_signal:
+            return []
+    return [first_episodes[i] for i in sorted(first_episodes)]
+
+
+def make_agent(checkpoint):
+    """The trained agent of a checkpoint, without environments."""
+    spaces = checkpoint["spaces"]
+    agent = Agent(SimpleNamespace(spaces=spaces, **spaces), Args(**checkpoint["args"]))
+    agent.load_state_dict(checkpoint["agent"])
+    return agent
+
+
+def load_policy(path, sampler="", seed=0):
+    """A trained policy for your own code: action = policy(obs), in the environment's own units.
+
+    obs is one observation or a batch, as the environment gives it: an array, a tensor or a dict.
+    An array gives an array, anything else a tensor. sampler: empty is the run's own.
+    """
+    try:
+        checkpoint = load_checkpoint(Args(evaluate=str(path)))
+    except SystemExit:
+        raise ValueError(f"{path} is not a checkpoint of {SCRIPT}.py") from None
+    args = Args(**checkpoint["args"])
+    agent = make_agent(checkpoint)
+    generator = torch.Generator().manual_seed(seed)
+    spaces = checkpoint["spaces"]
+    low = torch.tensor(spaces["action_low"])
+    high = torch.tensor(spaces["action_high"])
+
+    @torch.no_grad()
+    def policy(obs):
+        parts = obs if isinstance(obs, dict) else {"state": obs}
+        is_array = isinstance(obs, np.ndarray)
+        columns = []
+        for name, shape in spaces["obs_shapes"].items():  # privileged_state, if any, is the last
+            if name == "privileged_state" and name not in parts:
+                break
+            part = torch.as_tensor(parts[name]).float().cpu()
+            if list(part.shape[part.dim() - len(shape) :]) != shape:
+                raise ValueError(f"{name} has the shape {list(part.shape)}, not {shape}")
+            is_single = part.dim() == len(shape)
+            columns.append(part.reshape(-1, math.prod(shape)))
+        flat = torch.cat(columns, dim=1)
+        missing = spaces["obs_dim"] - flat.shape[1]  # columns of the critic, for best-of-k
+        flat = nn.functional.pad(flat, (0, missing))
+        normalized = agent.policy.normalizer(flat)
+        action = act(agent, normalized, sampler or args.eval_sampler, args, generator)
+        action = (low + high) / 2 + (high - low) / 2 * action.clamp(-1, 1)
+        action = action.reshape(-1, *spaces["action_shape"])
+        action = action[0] if is_single else action
+        return action.numpy() if is_array else action
+
+    return policy
+
+
+def mean_of(episodes, name):
+    """nan where there are no episodes, or where one does not tell"""
+    return float(np.mean([episode[name] for episode in episodes])) if episodes else math.nan
+
+
+def behavior(episodes):
+    """How evenly the ways to succeed are used, if the environment names them as info["mode"].
+
+    The entropy is 0 if all successes go the same way and 1 if all ways are equally frequent; it
+    is None below 20 successes. paper_entropy is the paper's form: shares of all episodes,
+    successful or not.
+    """
+    modes = [int(episode["mode"]) for episode in episodes if episode.get("mode", -1) >= 0]
+    if not modes:
+        return {}
+    num_modes = max(2, max(modes) + 1)
+    successes = []
+    for episode in episodes:
+        success = episode.get("success", episode.get("success_at_end"))
+        if episode["mode"] >= 0 and success > 0:
+            successes.append(int(episode["mode"]))
+    counts = np.bincount(successes, minlength=num_modes)
+    shares = counts[counts > 0] / max(1, len(successes))
+    entropy = float(-(shares * np.log(shares)).sum() / np.log(num_modes)) + 0.0
+    all_shares = np.bincount(modes, minlength=num_modes) / len(episodes)
+    all_shares = all_shares[all_shares > 0]
+    return {
+        "successes_by_mode": counts.tolist(),
+        "entropy": entropy if len(successes) >= 20 else None,
+        "paper_entropy": float(-(all_shares * np.log2(all_shares)).sum()) + 0.0,
+    }
+
+
+def print_behavior(ways):
+    counts = ", ".join(str(count) for count in ways["successes_by_mode"])
+    entropy = "undefined below 20 successes"
+    if ways["entropy"] is not None:
+        entropy = f"{ways['entropy']:.2f}"
+    print(f"  successes by mode {counts}   entropy {entropy}   paper's {ways['paper_entropy']:.2f}")
+
+
+def make_eval_envs(args, num_envs, seed):
+    """Environments of the task to evaluate on"""
+    return make_envs(replace(args, env_id=args.eval_env_id or args.env_id), num_envs, seed)
+
+
+def final_report(agent, args, run_dir, display=None):
+    """Evaluate with all samplers on the same seeds, print a table and write it as JSON."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"cannot write to {run_dir}: {error.strerror}")
+    table = {}
+    print(f"\n{args.eval_episodes} episodes each        return      std")
+    for sampler in SAMPLERS:
+        envs = make_eval_envs(args, args.eval_episodes, 10_007 * args.seed + 5_000)
+        episodes = evaluate(agent, envs, sampler, args, display)
+        if display and display.stop_signal:
+            display.stop()
+        returns = [episode["return"] for episode in episodes]
+        table[sampler] = {"mean": np.mean(returns), "std": np.std(returns), "returns": returns}
+        line = f"{sampler:<20}{np.mean(returns):>9.1f}{np.std(returns):>9.1f}"
+        for name in EPISODE_METRICS[1:]:
+            mean = mean_of(episodes, name)
+            table[sampler][name] = None if math.isnan(mean) else mean
+            line += "" if math.isnan(mean) else f"   {name} {mean:.2f}"
+        table[sampler]["broken"] = sum(episode["broken"] for episode in episodes)
+        if table[sampler]["broken"] > 0:
+            line += f"   {table[sampler]['broken']} ended by a non-finite step"
+        print(line)
+        ways = behavior(episodes)
+        if ways:
+            table[sampler]["behavior"] = ways
+            print_behavior(ways)
+    name = "eval.json"
+    if args.evaluate:
+        path = Path(args.evaluate)
+        name = f"eval_{'checkpoint' if path.is_dir() else path.stem}.json"
+    try:
+        (run_dir / "eval.tmp").write_text(json.dumps(table, indent=1))
+        os.replace(run_dir / "eval.tmp", run_dir / name)  # eval.json means: finished
+    except OSError as error:
+        stop(f"cannot write {run_dir / name}: {error.strerror}", code=1)
+    print(f"saved in {run_dir}: " + ", ".join(sorted(path.name for path in run_dir.iterdir())))
+
+
+# --- end shared ---
+# --- shared: run folder ---
+def stop(sentence, code=2):
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def save_checkpoint(path, args, agent, progress, optimizers=(), generator=None):
+    """Without optimizers and generator it can be evaluated, but not resumed."""
+    state = dict(script=SCRIPT, args=asdict(args), agent=agent.state_dict(), progress=progress)
+    state["spaces"] = agent.spaces
+    if generator is not None:
+        state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+        state["generator"] = generator.get_state()
+    temporary = path.with_suffix(".tmp")
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, path)  # a kill leaves the old file or the new one
+    except (OSError, RuntimeError) as error:  # RuntimeError is torch's word for a full disk
+        temporary.unlink(missing_ok=True)
+        stop(f"cannot write {path}; is the disk full? ({str(error).splitlines()[0]})", code=1)
+
+
+def load_checkpoint(given):
+    """What --resume or --evaluate names, a file or a run's folder. -> dict"""
+    if given.resume and (given.evaluate or given.run_dir):
+        stop("--resume goes on in the run's own folder, without --evaluate or --run-dir")
+    path = Path(given.resume or given.evaluate)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
+    if given.resume and path.name != "checkpoint.pt":
+        copy = f"cp {path} NEW_FOLDER/checkpoint.pt and --resume NEW_FOLDER"
+        stop(f"--resume {path} would overwrite the newer checkpoint.pt beside it: {copy}")
+    try:
+        if zipfile.ZipFile(path).testzip() is not None:
+            raise ValueError("wrong checksum")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+        saved_names = set(checkpoint["args"])
+    except Exception as error:
+        kind = type(error).__name__
+        stop(f"{path} is missing, damaged or not a checkpoint of ours ({kind})")
+    if script != SCRIPT or not saved_names <= set(asdict(given)):
+        stop(f"{path} was written by {script}.py or by another version of this script")
+    checkpoint["args"] = asdict(Args()) | checkpoint["args"]  # settings that it does not know yet
+    if given.resume and "optimizers" not in checkpoint:
+        stop(f"{path} holds a policy without its optimizers: --resume needs checkpoint.pt")
+    checkpoint["folder"] = path.parent
+    checkpoint["modified"] = path.stat().st_mtime_ns
+    return checkpoint
+
+
+def restore(checkpoint, args, agent, optimizers=(), generator=None):
+    """Everything but the environments, whose interrupted episodes start again."""
+    steps_done = checkpoint["progress"]["step"]
+    if generator is not None and args.total_timesteps < steps_done:
+        stop(f"total_timesteps {args.total_timesteps}: the run has made {steps_done} already")
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError:
+        stop(f"the checkpoint does not fit {args.env_id}, which has other shapes now")
+    if generator is not None:
+        for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+            rate = optimizer.param_groups[0]["lr"]
+            if torch.is_tensor(rate):
+                optimizer.param_groups[0]["lr"] = rate.to(args.device)
+        same_kind = checkpoint["generator"].shape == generator.get_state().shape  # of device
+        if same_kind and not dist.is_initialized():
+            generator.set_state(checkpoint["generator"])
+        print("resumed; episodes that were interrupted start again")
+
+
+def check_processes(progress, num_processes):
+    """-> progress of a run that can go on with so many processes"""
+    before = progress.get("processes", 1)
+    if before != num_processes:
+        command = "python" if before == 1 else f"torchrun --nproc-per-node {before}"
+        stop(f"the run was started with {before} processes, not {num_processes}: use {command}")
+    return progress
+
+
+def start_run(args, checkpoint):
+    """Make the run's folder, lock it and write args.json. -> the folder, the locked file"""
+    name = re.sub("[/:]", "_", args.env_id)
+    if args.backend == "playground":
+        name += "-playground"
+    name += f"__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    about = asdict(args)
+    if extras:
+        about |= extras.describe_machine(args)
+    _, about["suite"] = choose_backend(args.env_id, args.backend, args.device)
+    run_dir = checkpoint["folder"] if checkpoint else Path(args.run_dir or f"runs/{name}")
+    try:
+        if extras and not checkpoint and not args.run_dir:
+            run_dir = extras.unused(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        args_file = (run_dir / "args.json").open("a+")
+        if extras:
+            extras.lock(args_file)
+        saved = run_dir / "checkpoint.pt"
+        if not checkpoint and saved.exists():
+            stop(f"{run_dir} already holds a run; --resume {run_dir} goes on with it")
+        if checkpoint and saved.stat().st_mtime_ns != checkpoint["modified"]:
+            stop(f"another run has just written {saved}: start again")
+        args_file.truncate(0)
+        args_file.write(json.dumps(about, indent=1))
+        args_file.flush()
+        (run_dir / "eval.json").unlink(missing_ok=True)  # of a run that goes on with more steps
+    except OSError as error:
+        stop(f"cannot start a run in {run_dir}: {error.strerror}")
+    print(f"{args.env_id} by {args.backend} on {args.device}; run folder: {run_dir}")
+    return run_dir, args_file
+
+
+def make_row(progress, episodes, eval_episodes):
+    """A row of metrics.csv, to be completed."""
+    row = {
+        "global_step": progress["step"],
+        "time/elapsed": progress["elapsed"],
+        "charts/nonfinite": progress["nonfinite"],
+    }
+    for name in EPISODE_METRICS:
+        row[f"charts/episode_{name}"] = mean_of(episodes, name)
+        row[f"eval/{name}"] = mean_of(eval_episodes, name)
+    return row
+
+
+def log_row(run_dir, row, text, display):
+    """A line of metrics.csv, and one for the person who watches."""
+    try:
+        with (run_dir / "metrics.csv").open("a", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerow({name: value for name, value in row.items() if not math.isnan(value)})
+    except OSError as error:
+        stop(f"cannot write {run_dir}/metrics.csv: {error.strerror}", code=1)
+    if display:
+        display.show(row, text)
+    elif not math.isnan(row["eval/return"]):
+        print(f"{row['global_step']:,} steps  eval {row['eval/return']:.1f}  {text}", flush=True)
+
+
+def to_floats(metrics, agent):
+    """All metrics in one transfer; a diverged run ends here."""
+    finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).all()
+    *values, finite = torch.stack([*metrics.values(), finite]).tolist()
+    if not finite:
+        stop("non-finite parameters; checkpoint.pt is the last good state", code=1)
+    return dict(zip(metrics, values, strict=True))
+
+
+# --- end shared ---
+# === 7. Main ===
+def prepare_functions(args):
+    """The one place where functions are compiled, or recorded as CUDA graphs."""
+    if args.compile:
+        global policy_loss, td_lambda_targets
+        policy_loss = torch.compile(policy_loss)
+        td_lambda_targets = torch.compile(td_lambda_targets)
+    if args.cudagraphs:
+        global policy_step, gradient_step
+        policy_step = extras.Graph(policy_step)
+        gradient_step = extras.Graph(gradient_step)
+
+
+def train(
+    args, args_now, progress, checkpoint, rank, agent, envs, eval_envs, optimizers, generator
+):
+    """All processes run this loop; the first one, of rank 0, evaluates, logs and saves."""
+    # run folder
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    eval_iterations = np.linspace(0, num_iterations, args.eval_points + 1)[1:].round()
+    total = num_iterations * batch_size
+    state = (args, agent, progress, optimizers, generator)
+    display = None
+    if rank == 0:
+        run_dir, args_file = start_run(args, checkpoint)  # locked while args_file is open
+        save_checkpoint(run_dir / "checkpoint.pt", *state)
+    if rank == 0 and extras:
+        display = extras.Display(run_dir, args, progress, total)
+
+    # training loop
+    (optimizer,) = optimizers
+    earlier_nonfinite = progress["nonfinite"]
+    obs = envs.reset()
+    for iteration in range(progress["step"] // batch_size + 1, num_iterations + 1):
+        start = time.perf_counter()
+        share_done = (iteration - 1) / num_iterations
+        learning_rate = args.learning_rate * (1 - args.anneal * share_done)
+        optimizer.param_groups[0]["lr"].fill_(learning_rate)
+        data, obs = rollout(agent, envs, obs, args_now, generator)
+        rollout_end = time.perf_counter()
+        data = compute_targets(agent, data, args_now, generator)
+        metrics = update(agent, optimizer, data, args_now, generator)
+        metrics = to_floats(metrics, agent)  # waits for the device
+        update_end = time.perf_counter()
+
+        episodes = [episode for episode in envs.pop_finished() if not episode["broken"]]
+        eval_episodes = []
+        evaluated = iteration in eval_iterations
+        if evaluated and rank == 0:
+            eval_episodes = evaluate(agent, eval_envs, args.eval_sampler, args, display)
+            evaluated = len(eval_episodes) > 0
+        eval_end = time.perf_counter()
+        stop_signal = display.stop_signal if display else 0  # Ctrl-C or SIGTERM
+        nonfinite, stop_signal = sums([int(envs.nonfinite), stop_signal], args.device)
+        progress["step"] = iteration * batch_size
+        progress["elapsed"] += eval_end - start
+        progress["nonfinite"] = earlier_nonfinite + nonfinite
+        if rank > 0 and stop_signal:
+            break
+        if rank > 0:
+            continue
+        row = make_row(progress, episodes, eval_episodes)
+        row["time/rollout"] = rollout_end - start
+        row["time/update"] = update_end - rollout_end
+        row["time/eval"] = eval_end - update_end
+        row["charts/sps"] = batch_size / (update_end - start)
+        row |= metrics
+        text = f"clipped {row['policy/clipped']:.0%}  std {row['policy/action_std']:.2g}"
+        text += f"  learning rate {row['policy/learning_rate']:.1e}"
+        log_row(run_dir, row, text, display)
+
+        if evaluated and row["eval/return"] > progress["best_return"]:
+            progress["best_return"] = row["eval/return"]
+            save_checkpoint(run_dir / "best.pt", *state)
+        if evaluated or stop_signal:
+            save_checkpoint(run_dir / "checkpoint.pt", *state)
+        if display:
+            display.after_checkpoint(evaluated, stop_signal)
+
+    if rank == 0:
+        save_checkpoint(run_dir / "policy.pt", args, agent, progress)
+        final_report(agent, args, run_dir, display)
+        args_file.close()
+
+
+def main(argv=None):
+    one_gpu_each()
+    args, checkpoint = parse_args(argv)
+    torch.set_num_threads(args.torch_threads)
+    if args.device == "cuda" and args.tf32:
+        torch.set_float32_matmul_precision("high")
+    rank, num_processes = join_processes(args)
+    progress = {"step": 0, "best_return": -math.inf, "elapsed": 0.0, "nonfinite": 0}
+    progress["processes"] = num_processes
+    if args.resume:
+        progress = check_processes(checkpoint["progress"], num_processes)
+
+    # seeds: the processes start with equal networks, and have noise and environments of their own
+    torch.manual_seed(args.seed)
+    generator = torch.Generator(args.device)
+    generator.manual_seed(args.seed + 1_000_003 * rank + progress["step"])
+
+    # environments, networks, optimizer
+    env_seed = 10_007 * args.seed + progress["step"] + 100_003 * rank
+    eval_envs = make_eval_envs(args, args.eval_episodes, env_seed + 5_000)
+    args_now = replace(args, num_envs=args.num_envs // num_processes)  # the share of this process
+    agent = Agent(eval_envs, args_now).to(args.device)
+    if args.evaluate:
+        restore(checkpoint, args, agent)
+        final_report(agent, args, Path(args.run_dir or checkpoint["folder"]))
+        return
+    envs = make_envs(args, args_now.num_envs, env_seed, stagger=True)
+    if args.eval_env_id and envs.spaces != eval_envs.spaces:
+        stop(f"{args.eval_env_id} has other observations or actions than {args.env_id}")
+    learning_rate = torch.tensor(args.learning_rate, device=args.device)  # which changes in the run
+    kind = dict(fused=True, capturable=args.cudagraphs)
+    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, **kind)
+    optimizers = (optimizer,)
+    if args.resume:
+        restore(checkpoint, args, agent, optimizers, generator)
+    prepare_functions(args)
+    if args.bench:
+        extras.bench(sys.modules[__name__], agent, envs, optimizers, args_now, generator)
+        return
+    workers = (agent, envs, eval_envs, optimizers, generator)
+    train(args, args_now, progress, checkpoint, rank, *workers)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
