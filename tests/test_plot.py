@@ -539,5 +539,5 @@ def test_the_laptop_grid_is_shown_in_the_docs():
     text = (ROOT / "docs/results.md").read_text()
     assert plot.report(groups) in text
     finished = len(list((ROOT / "results/laptop").glob("*/*/eval.json")))
-    assert f"{finished} of its 120 runs" in text
+    assert f"{finished} of its 210 runs" in text
     assert plot.brief(groups) in (ROOT / "README.md").read_text()
