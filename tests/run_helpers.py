@@ -45,17 +45,19 @@ MORE = {
 }
 CLOCK = ["--env-id", "probe_envs:Clock-v0"]  # 16 steps an episode: it ends where iterations end
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.SCRIPT)
-# For tests that train: one script is enough for the quick tests.
-every_script_slowly = pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(trudi, id="trudi_continuous"),
-        pytest.param(reppo, id="reppo_continuous", marks=pytest.mark.slow),
-        pytest.param(ppo, id="ppo_continuous", marks=pytest.mark.slow),
-        pytest.param(dppo, id="dppo_continuous", marks=pytest.mark.slow),
-        pytest.param(fpo, id="fpo_continuous", marks=pytest.mark.slow),
-    ],
-)
+# For tests that train: one script is enough for the quick tests. What they test stands in blocks
+# that all scripts share; tests of what does not take every one of them, slowly.
+SLOW_SCRIPTS = [
+    pytest.param(trudi, id="trudi_continuous"),
+    pytest.param(reppo, id="reppo_continuous", marks=pytest.mark.slow),
+    pytest.param(ppo, id="ppo_continuous", marks=pytest.mark.slow),
+]
+NEWER_SCRIPTS = [
+    pytest.param(dppo, id="dppo_continuous", marks=pytest.mark.slow),
+    pytest.param(fpo, id="fpo_continuous", marks=pytest.mark.slow),
+]
+every_script_slowly = pytest.mark.parametrize("script", SLOW_SCRIPTS)
+really_every_script_slowly = pytest.mark.parametrize("script", SLOW_SCRIPTS + NEWER_SCRIPTS)
 
 
 class Output(NamedTuple):

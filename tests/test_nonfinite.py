@@ -13,6 +13,7 @@ from run_helpers import (
     every_script_slowly,
     leaves,
     load,
+    really_every_script_slowly,
     rows,
     run,
     steps,
@@ -34,7 +35,7 @@ def assert_finite(folder, unknown=()):
         assert value.isfinite().all()
 
 
-@every_script_slowly
+@really_every_script_slowly
 def test_training_survives_a_simulator_that_breaks(script, tmp_path):
     folder = tmp_path / "run"
     train(folder, env=["--env-id", "probe_envs:Faulty-v0"], iterations=6, script=script)

@@ -27,6 +27,7 @@ from run_helpers import (
     files,
     load,
     ppo,
+    really_every_script_slowly,
     reppo,
     rows,
     run,
@@ -75,7 +76,8 @@ def test_seeds_reproduce(script, tmp_path):
     train(same, iterations=3, script=script)
     train(other, "--seed", 2, iterations=3, script=script)
     assert_same_run(one, same)
-    own = [name for name in rows(one)[0] if name in ("losses/critic", "losses/value", "policy/kl")]
+    names = ("losses/critic", "losses/value", "policy/kl", "losses/flow")
+    own = [name for name in rows(one)[0] if name in names]
     assert len(own) == 2
     for ours, theirs in zip(timeless(one), timeless(other), strict=True):
         for name in ("charts/episode_return", *own):
@@ -94,7 +96,7 @@ def test_seeds_reproduce_on_envpool(tmp_path):
 # --- what is restored ---
 
 
-@every_script_slowly
+@really_every_script_slowly
 def test_all_is_restored(script, tmp_path):
     """Nothing is left to train, so the checkpoint is what was restored, written again."""
     folder = tmp_path / "run"
@@ -103,7 +105,7 @@ def test_all_is_restored(script, tmp_path):
     progress = before["progress"]
     assert progress["step"] == 3 * BATCH and np.isfinite(progress["best_return"])
     assert before["agent"]["policy.normalizer.count"] > 3 * BATCH - 1
-    assert len(before["optimizers"]) == (1 if script is ppo else 2)
+    assert len(before["optimizers"]) == (2 if script in (trudi, reppo) else 1)
     inode = (folder / "checkpoint.pt").stat().st_ino
     shown = run("--resume", folder, script=script).out
     assert (folder / "checkpoint.pt").stat().st_ino != inode
@@ -183,7 +185,7 @@ def test_two_resumes_of_the_same_folder_are_equal(script, env, tmp_path):
     assert len({json.dumps(row) for row in timeless(one)}) == 4
 
 
-@every_script_slowly
+@really_every_script_slowly
 def test_resume_with_more_steps_then_evaluate(script, tmp_path):
     folder = tmp_path / "run"
     train(folder, "--eval-points", 1, script=script)
