@@ -120,11 +120,9 @@ CPU_DEFAULTS = dict(
     num_envs=32,
     num_steps=64,
     update_epochs=2,
-    learning_rate=6e-4,
+    learning_rate=1e-3,
     hidden_size=128,
     diffusion_steps=4,
-    min_sampling_std=0.4,
-    min_log_prob_std=0.4,
 )
 # Smallest and largest values; all other numbers must be positive.
 LIMITS = dict(
@@ -536,11 +534,8 @@ class DiffusionPolicy(nn.Module):
         std = ((1 - after) / (1 - before) * (1 - kept)).sqrt()
         # the noise in x if actions were Normal(0, init_std): where an untrained policy starts
         noise_in_x = (1 - before).sqrt() / (before * args.init_std**2 + 1 - before)
-        # the network's output moves the clean action equally far in all steps
-        output_scale = (before / (1 - before)).sqrt()
         self.register_buffer("share", before.float())
         self.register_buffer("noise_in_x", noise_in_x.float())
-        self.register_buffer("output_scale", output_scale.float())
         self.register_buffer("action_weight", action_weight.float())
         self.register_buffer("x_weight", x_weight.float())
         self.register_buffer("std", std.float())
@@ -562,8 +557,7 @@ class DiffusionPolicy(nn.Module):
         """The noise in x, (B, A); step is a number, or (B,)"""
         features = self.time_features[step].expand(len(x), -1)
         inputs = torch.cat([obs[:, : self.actor_dim], x, features], dim=1)
-        change = self.output_scale[step] * self.noise_network(inputs)
-        return self.noise_in_x[step] * x + change
+        return self.noise_in_x[step] * x + self.noise_network(inputs)
 
 
 class Agent(nn.Module):
@@ -595,10 +589,10 @@ def step_mean(policy, obs, x, step):
 
 
 def step_log_prob(next_x, mean, std):
-    """Log-density of one denoising step, (B,)"""
+    """Log-density of one denoising step, the mean over the action's dimensions, (B,)"""
     z = (next_x - mean) / std
     log_density = -0.5 * z.square() - std.log() - 0.5 * math.log(2 * math.pi)
-    return log_density.clamp(-5, 2).sum(dim=-1)
+    return log_density.clamp(-5, 2).mean(dim=-1)
 
 
 def sample_chain(policy, obs, noise, args):

@@ -160,7 +160,7 @@ def test_chain_and_its_log_prob_by_brute_force():
         density = Normal(mean, std.clamp(min=0.3)).log_prob(x)
         total += density.sum(dim=1)
     assert_close(chain[:, -1], x)
-    assert_close(log_prob.sum(dim=1), total)
+    assert_close(2 * log_prob.sum(dim=1), total)  # the mean over two dimensions
 
 
 @pytest.mark.parametrize("init_std", [0.3, 1.0])
@@ -183,7 +183,7 @@ def test_an_untrained_policy_denoises_a_gaussian(init_std):
 def test_log_prob_is_bounded():
     far = step_log_prob(torch.tensor([[9.0, 0.0]]), torch.zeros(1, 2), torch.tensor(0.1))
     middle = Normal(0.0, 0.1).log_prob(torch.tensor(0.0))
-    assert_close(far, (-5 + middle)[None])
+    assert_close(far, (-5 + middle)[None] / 2)
     sharp = step_log_prob(torch.zeros(1, 1), torch.zeros(1, 1), torch.tensor(1e-3))
     assert_close(sharp, torch.tensor([2.0]))
 
@@ -225,8 +225,8 @@ def test_samplers():
 def test_one_denoising_step_is_ppo():
     """K = 1: a Gaussian with the floor as standard deviation, and PPO's objective."""
     args = make_args(diffusion_steps=1, value_coef=0.7)
-    # little enough for an action that is not clamped
-    agent, batch = make_batch(args, action_dim=1, scale=1e-3, output_scale=0.01)
+    # a single step multiplies the network's output by 32 before it clamps the action
+    agent, batch = make_batch(args, action_dim=1, scale=2e-4, output_scale=0.01)
     loss, metrics = policy_loss(agent, batch, args)
     mean = step_mean(agent.policy, batch["obs"], batch["chain"][:, 0], 0)
     log_std = torch.tensor([0.1]).log()
@@ -253,7 +253,7 @@ def test_loss_by_hand():
             agent.policy, obs, batch["chain"][i : i + 1, step], K - 1 - step, K
         )
         next_x = batch["chain"][i : i + 1, step + 1]
-        log_prob = Normal(mean, std.clamp(min=0.1)).log_prob(next_x).clamp(-5, 2).sum()
+        log_prob = Normal(mean, std.clamp(min=0.1)).log_prob(next_x).clamp(-5, 2).mean()
         ratio = (log_prob - batch["log_prob"][i, step]).exp()
         eps = 0.01 + 0.04 * (math.exp(3 * step / (K - 1)) - 1) / (math.exp(3) - 1)
         advantage = batch["advantage"][i] * 0.8 ** (K - 1 - step)
@@ -281,7 +281,7 @@ def test_loss_of_the_old_policy():
     mean = step_mean(agent.policy, batch["obs"], batch["chain"][row, batch["step"]], batch["step"])
     std = agent.policy.std[batch["step"]].clamp(min=0.1)
     next_x = batch["chain"][row, batch["step"] + 1]
-    score = Normal(mean, std).log_prob(next_x).clamp(-5, 2).sum(dim=1)
+    score = Normal(mean, std).log_prob(next_x).clamp(-5, 2).mean(dim=1)
     expected = -(discount * batch["advantage"] * score).mean()
     assert_close(gradients(loss, agent.parameters()), gradients(expected, agent.parameters()))
 
