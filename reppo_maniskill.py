@@ -426,7 +426,6 @@ class VecEnv:
         final_obs = self.to_tensor(obs)
         reward = self.to_tensor(reward)
         success = self.to_tensor(info.get("success", math.nan)).expand(self.num_envs)
-        mode = self.to_tensor(info.get("mode", math.nan)).expand(self.num_envs)
         broken = ~(final_obs.isfinite().all(dim=1) & reward.isfinite())
         self.nonfinite += broken.sum()
         final_obs = torch.where(broken[:, None], self.obs, final_obs)
@@ -442,6 +441,8 @@ class VecEnv:
         self.obs = final_obs
         index = ended.nonzero()[:, 0]  # the only time that Python waits for the device
         if len(index) > 0:
+            # which of several ways was taken, see behavior
+            mode = self.to_tensor(info.get("mode", torch.full_like(reward, math.nan)))
             self.finished.append(
                 {
                     "env": index,

@@ -56,6 +56,17 @@ NEWER_SCRIPTS = [
     pytest.param(dppo, id="dppo_continuous", marks=pytest.mark.slow),
     pytest.param(fpo, id="fpo_continuous", marks=pytest.mark.slow),
 ]
+EXTENDED = [pytest.mark.slow, pytest.mark.extended]  # extended tests are not in the default run
+one_script_and_more = pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(trudi, id="trudi_continuous", marks=pytest.mark.slow),
+        pytest.param(reppo, id="reppo_continuous", marks=EXTENDED),
+        pytest.param(ppo, id="ppo_continuous", marks=EXTENDED),
+        pytest.param(dppo, id="dppo_continuous", marks=EXTENDED),
+        pytest.param(fpo, id="fpo_continuous", marks=EXTENDED),
+    ],
+)
 every_script_slowly = pytest.mark.parametrize("script", SLOW_SCRIPTS)
 really_every_script_slowly = pytest.mark.parametrize("script", SLOW_SCRIPTS + NEWER_SCRIPTS)
 

@@ -23,6 +23,7 @@ from run_helpers import (
     TINY,
     every_script,
     every_script_slowly,
+    one_script_and_more,
     rows,
     run,
     start,
@@ -56,8 +57,7 @@ def test_bench(script, tmp_path, monkeypatch):
 # --- Weights & Biases ---
 
 
-@pytest.mark.slow
-@every_script
+@one_script_and_more
 def test_without_track_wandb_is_not_imported(script, tmp_path):
     flags = [*MORE[script], *TINY, *CLOCK, "--run-dir", str(tmp_path / "run")]
     code = f"import sys, {script.SCRIPT} as script; script.main({flags})"
@@ -97,8 +97,7 @@ def test_track_offline(tmp_path):
 # --- a script without tools/ ---
 
 
-@pytest.mark.slow
-@every_script
+@one_script_and_more
 def test_a_script_copied_alone(script, tmp_path):
     """It trains, resumes and evaluates in an empty folder."""
     shutil.copy(script.__file__, tmp_path)

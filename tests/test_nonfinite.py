@@ -3,16 +3,15 @@
 import math
 import re
 
-import pytest
 import torch
 from run_helpers import (
     BATCH,
     CLOCK,
     TINY,
-    every_script,
     every_script_slowly,
     leaves,
     load,
+    one_script_and_more,
     really_every_script_slowly,
     rows,
     run,
@@ -98,8 +97,7 @@ def test_nonfinite_parameters_stop_the_run(script, monkeypatch, tmp_path):
     assert steps(folder) == [BATCH, 2 * BATCH, 3 * BATCH, 4 * BATCH, 5 * BATCH, 6 * BATCH]
 
 
-@pytest.mark.slow
-@every_script
+@one_script_and_more
 def test_progress_before_a_first_episode_ended(script, tmp_path):
     env = ["--env-id", "Pendulum-v1"]  # 200 steps an episode
     out = train(tmp_path / "run", iterations=1, env=env, script=script).out

@@ -190,6 +190,7 @@ def test_statistics_of_episodes(stand_in):
     for episode in episodes:
         kinds = {name: type(value) for name, value in episode.items()}
         expected = {"env": int, "return": float, "length": int, "success": float, "broken": bool}
+        expected["mode"] = float
         assert kinds == expected
     assert envs.pop_finished() == []
 
@@ -581,6 +582,7 @@ def test_compiling_is_announced_once(stand_in, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # minutes of compiling
 @pytest.mark.parametrize("env_id, tolerance", [("CartpoleBalance", 1e-6), ("CheetahRun", 1e-4)])
 def test_warp_agrees_with_jax(env_id, tolerance):
     """CUDA takes Warp, whose state has arrays without an env axis. It runs on a CPU, too."""

@@ -74,10 +74,11 @@ def actions_of(script, agent, args, sampler):
     return taken[0][:, 0]
 
 
-@pytest.mark.parametrize(
-    "probe", ["One", "Late", "Endless", "Sign", pytest.param("Climb", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("script", SETTINGS, ids=lambda script: script.SCRIPT)
+CASES = [(script, probe) for script in (trudi, reppo, ppo) for probe in VALUES]
+CASES += [(dppo, "Late"), (dppo, "Climb"), (fpo, "Late"), (fpo, "Climb")]  # the rest is PPO's
+
+
+@pytest.mark.parametrize("script, probe", CASES, ids=lambda case: getattr(case, "SCRIPT", case))
 def test_values(script, probe, tmp_path):
     iterations, expected = VALUES[probe]
     agent, _ = learn(script, probe, tmp_path / "run", iterations, PLAIN_VALUE[script])

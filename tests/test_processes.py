@@ -21,7 +21,9 @@ import torch.multiprocessing as multiprocessing
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ["trudi_continuous", "reppo_continuous", "ppo_continuous"]
-RUNS = [*SCRIPTS, "dppo_continuous", "fpo_continuous"]
+EXTENDED = [pytest.mark.slow, pytest.mark.extended]
+ONE_AND_MORE = [SCRIPTS[0]] + [pytest.param(name, marks=EXTENDED) for name in SCRIPTS[1:]]
+RUNS = [*ONE_AND_MORE, pytest.param("dppo_continuous", marks=EXTENDED)]
 OBS_DIM = 7
 ACTION_DIM = 2
 BASE = dict(num_steps=6, num_minibatches=2, update_epochs=2, hidden_size=16, max_grad_norm=0.5)
@@ -157,7 +159,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ONE_AND_MORE)
 def test_equal_to_each_other_and_to_one_process(name, tmp_path):
     """Bit-equal networks and moments on all ranks, and the update of one process with all data."""
     multiprocessing.spawn(worker, (free_port(), name, str(tmp_path)), nprocs=2)

@@ -14,6 +14,7 @@ from run_helpers import (
     every_script_slowly,
     files,
     load,
+    one_script_and_more,
     ppo,
     reppo,
     run,
@@ -166,8 +167,7 @@ def test_missing_checkpoints(script):
     refused("--evaluate", "no/such/best.pt", names=["no/such/best.pt"], script=script)
 
 
-@pytest.mark.slow
-@every_script
+@one_script_and_more
 def test_bad_input_in_a_process_of_its_own(script):
     process = start("--env-id", "CheetahRum-v1", script=script)
     out, err = process.communicate(timeout=300)

@@ -22,10 +22,10 @@ from run_helpers import (
     TINY,
     assert_same_run,
     assert_same_state,
-    every_script,
     every_script_slowly,
     files,
     load,
+    one_script_and_more,
     ppo,
     really_every_script_slowly,
     reppo,
@@ -66,8 +66,7 @@ def row_steps(last_iteration):
 # --- seeds ---
 
 
-@pytest.mark.slow
-@every_script
+@one_script_and_more
 def test_seeds_reproduce(script, tmp_path):
     one = tmp_path / "one"
     same = tmp_path / "same"

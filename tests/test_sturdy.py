@@ -18,6 +18,7 @@ from run_helpers import (
     every_script_slowly,
     files,
     load,
+    one_script_and_more,
     run,
     start,
     steps,
@@ -140,8 +141,7 @@ def test_a_signal_is_acknowledged_at_once(number, tmp_path):
     assert f"{number.name}: stopping after this iteration" in err and "Traceback" not in err
 
 
-@pytest.mark.slow
-@every_script
+@one_script_and_more
 def test_a_closed_pipe(script, tmp_path):
     """As by `| head -1`: a checkpoint, no traceback, no words."""
     folder = tmp_path / "run"
