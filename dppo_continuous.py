@@ -504,7 +504,10 @@ def mlp(inputs, hidden, outputs, last_gain):
 
 
 def cosine_schedule(num_steps):
-    """Share of the clean action in the variance of x, by noise level: 1 at level 0. -> (K + 1,)"""
+    """Share of the clean action in the variance of x, DDPM's alpha bar. -> (K + 1,)
+
+    It is 1 at noise level 0, where x is the action, and nearly 0 at level K.
+    """
     offset = 0.008
     level = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
     share = torch.cos((level + offset) / (1 + offset) * math.pi / 2).square()
@@ -522,17 +525,18 @@ class DiffusionPolicy(nn.Module):
         self.action_dim = action_dim
         self.num_steps = K
         self.normalizer = Normalizer(obs_dim)
-        self.noise_network = mlp(actor_dim + action_dim + 16, args.hidden_size, action_dim, 0.01)
+        inputs = actor_dim + action_dim + 16  # observation, x, noise level
+        self.noise_network = mlp(inputs, args.hidden_size, action_dim, last_gain=0.01)
 
         # the Gaussian posterior q(x_{i+1} | x_i, clean action), all (K, 1), in the order of steps
         share = cosine_schedule(K).flip(0)[:, None]
         before = share[:-1]
         after = share[1:]
-        kept = before / after  # what the noising of this level left of the signal
+        kept = before / after  # what the noising of this level left of the signal (DDPM's alpha)
         action_weight = after.sqrt() * (1 - kept) / (1 - before)
         x_weight = kept.sqrt() * (1 - after) / (1 - before)
         std = ((1 - after) / (1 - before) * (1 - kept)).sqrt()
-        # the noise in x if actions were Normal(0, init_std): where an untrained policy starts
+        # E[noise | x] / x if actions were Normal(0, init_std): where an untrained policy starts
         noise_in_x = (1 - before).sqrt() / (before * args.init_std**2 + 1 - before)
         self.register_buffer("share", before.float())
         self.register_buffer("noise_in_x", noise_in_x.float())
@@ -583,6 +587,7 @@ class Agent(nn.Module):
 def step_mean(policy, obs, x, step):
     """Mean of the x after a denoising step, (B, A); step is a number, or (B,)"""
     share = policy.share[step]
+    # x = sqrt(share) clean + sqrt(1 - share) noise, solved for the clean action
     clean = (x - (1 - share).sqrt() * policy(obs, x, step)) / share.sqrt()
     clean = clean.clamp(-1, 1)  # the range of actions
     return policy.action_weight[step] * clean + policy.x_weight[step] * x
@@ -612,7 +617,7 @@ def sample_chain(policy, obs, noise, args):
 def clip_coefs(step, args):
     """eps of each denoising step: from the first to the last it grows exponentially."""
     last = max(args.diffusion_steps - 1, 1)
-    growth = (3 * step / last).expm1() / math.expm1(3)
+    growth = (3 * step / last).expm1() / math.expm1(3)  # from 0 to 1, at the authors' rate of 3
     return args.clip_coef_first + (args.clip_coef - args.clip_coef_first) * growth
 
 

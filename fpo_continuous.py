@@ -512,7 +512,7 @@ class FlowPolicy(nn.Module):
         self.num_steps = args.flow_steps
         self.num_samples = args.flow_samples
         self.normalizer = Normalizer(obs_dim)
-        inputs = actor_dim + action_dim + 8
+        inputs = actor_dim + action_dim + 8  # observation, point, time
         self.network = mlp(inputs, args.actor_hidden_size, 4, action_dim, last_gain=1.0)
         self.register_buffer("frequencies", 2.0 ** torch.arange(4))
 
@@ -566,9 +566,9 @@ def sample_action(policy, obs, noise):
 
 def flow_loss(policy, obs, action, t, noise):
     """Flow-matching loss of actions (B, A), at times (B, M, 1) and noises (B, M, A). -> (B,)"""
-    x = t * noise + (1 - t) * action[:, None]
-    obs = obs[:, None].expand(-1, x.shape[1], -1)
-    believed_noise = x + (1 - t) * policy(obs, x, t)
+    x = t * noise + (1 - t) * action[:, None]  # (B, M, A)
+    obs = obs[:, None].expand(-1, x.shape[1], -1)  # (B, M, O)
+    believed_noise = x + (1 - t) * policy(obs, x, t)  # the noise, where the velocity is right
     return (believed_noise - noise).square().mean(dim=(1, 2))
 
 

@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from run_helpers import CLOCK, SAMPLERS, dppo, every_script, load, train
+from run_helpers import CLOCK, SAMPLERS, every_script, load, train
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,7 @@ def test_a_gymnasium_loop(script, runs):
         assert env.action_space.contains(action)
         actions.append(action.item())
         obs, _, _, _, _ = env.step(action)
-    num_different = 3 if script is dppo else 20  # an untrained denoiser goes to the limits
-    assert len(set(actions)) >= num_different
+    assert len(set(actions)) == 20
     assert env.action_space.high == 2
 
 
