@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_helpers import ROOT, assert_same_run, load, rows, wait_for
+from run_helpers import ROOT, assert_all_end, assert_same_run, descendants, load, rows, wait_for
 
 pytest.importorskip("mani_skill")
 from test_maniskill import run  # noqa: E402
@@ -22,6 +22,7 @@ from test_maniskill_cpu import fingers, make_official, manipulate, noise  # noqa
 
 import trudi_maniskill as trudi  # noqa: E402
 from simulators import maniskill_cpu, maniskill_workers  # noqa: E402
+from simulators.workers import WorkerLost, kill_workers  # noqa: E402
 from tools import extras  # noqa: E402
 
 SIZES = ["--num-envs", "5", "--num-steps", "20", "--num-minibatches", "2", "--update-epochs", "1"]
@@ -54,7 +55,7 @@ class FailingPush(PushCubeEnv):
 def no_worker_is_left():
     maniskill_cpu.install()
     yield
-    maniskill_workers.kill_workers()
+    kill_workers()
 
 
 @pytest.fixture(scope="module")
@@ -258,44 +259,11 @@ def test_a_worker_that_hangs():
     env = make_pushing()
     processes = [worker.process for worker in env.pool.workers]
     os.kill(processes[1].pid, signal.SIGSTOP)
-    with pytest.raises(
-        maniskill_workers.WorkerLost, match="worker 2 of 2 has not answered for 2 s"
-    ):
+    with pytest.raises(WorkerLost, match="worker 2 of 2 has not answered for 2 s"):
         env.call("step", seconds=2)
     assert not any(process.is_alive() for process in processes), "a worker is left"
-    with pytest.raises(maniskill_workers.WorkerLost):
+    with pytest.raises(WorkerLost):
         env.step(torch.zeros(4, 8))
-
-
-def descendants(pid):
-    """All processes that this one started, and those that they started"""
-    children = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            parent = path.read_text().rsplit(")", 1)[1].split()[1]
-            children.setdefault(int(parent), []).append(int(path.parent.name))
-    found = []
-    unseen = [pid]
-    while unseen:
-        new = children.get(unseen.pop(), [])
-        found += new
-        unseen += new
-    return found
-
-
-def is_running(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def assert_all_end(pids, seconds=20):
-    end = time.time() + seconds
-    while any(is_running(pid) for pid in pids):
-        assert time.time() < end, [pid for pid in pids if is_running(pid)]
-        time.sleep(0.05)
 
 
 def start_training(folder):
