@@ -27,6 +27,7 @@ K denoising steps.
 """
 
 import csv
+import importlib
 import json
 import math
 import os
@@ -66,7 +67,8 @@ class Args:
 
     # run
     env_id: str = "CheetahRun-v1"  # id of EnvPool, Playground or Gymnasium, or `module:Id`
-    backend: Literal["auto", "envpool", "gymnasium", "playground"] = "auto"  # auto: who has the id
+    # who simulates; auto: who has the id
+    backend: Literal["auto", "envpool", "gymnasium", "playground", "isaaclab", "mjlab"] = "auto"
     total_timesteps: int = 50_000_000  # environment steps of the whole run
     seed: int = 1  # seed of the networks, the noise and the environments
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where it is present
@@ -75,7 +77,7 @@ class Args:
     evaluate: str = ""  # checkpoint to evaluate instead of training
     track: bool = False  # log to Weights & Biases, too
     bench: int = 0  # measure so many iterations and write nothing
-    torch_threads: int = 1  # CPU threads of torch and EnvPool
+    torch_threads: int = 1  # CPU threads of torch and EnvPool; processes of HumanoidBench
     compile: bool = False  # torch.compile the hot functions
     cudagraphs: bool = False  # record the steps of acting and learning as CUDA graphs
     tf32: bool = True  # matrix products on CUDA with 10 bits of mantissa, in a fraction of the time
@@ -100,7 +102,7 @@ class Args:
     gamma_denoise: float = 0.99  # discount of the advantage per denoising step before the last
 
     # value function
-    gamma: float = 0.99  # discount factor
+    gamma: float = 0.99  # discount factor; by default less for short episodes
     gae_lambda: float = 0.95  # trace parameter of the advantages
     value_coef: float = 0.5  # weight of the value loss
     normalize_reward: bool = True  # scale rewards to returns of return_scale
@@ -124,6 +126,44 @@ CPU_DEFAULTS = dict(
     hidden_size=128,
     diffusion_steps=4,
 )
+# HumanoidBench: the paper's sizes. Beside a GPU the simulation takes the time: it gets all cores.
+HUMANOIDBENCH = dict(
+    num_envs=128,
+    num_minibatches=8,
+    hidden_size=128,
+    torch_threads=min(32, os.cpu_count()),
+)
+# A core makes about 450 steps/s of it, so a run has few of them, and short evaluations.
+CPU_HUMANOIDBENCH = CPU_DEFAULTS | dict(
+    num_envs=16,
+    num_steps=128,
+    num_minibatches=32,
+    torch_threads=1,
+    eval_points=10,
+    eval_episodes=8,
+)
+# Isaac Lab: the paper's sizes; mjlab's tasks are of the same kind.
+ISAACLAB = dict(
+    total_timesteps=300_000_000,
+    num_envs=4096,
+    num_steps=64,
+    gamma=0.97,
+)
+# mjlab makes about 130 steps/s on a CPU.
+CPU_ISAACLAB = CPU_DEFAULTS | dict(eval_points=10)
+# Tasks by EnvPool that are much like those of Isaac Lab.
+STAND_IN = dict(gamma=0.97)
+SUITES = {  # suite -> what differs from Args; on a CPU also from CPU_DEFAULTS
+    "HumanoidBench": HUMANOIDBENCH,
+    "IsaacLab": ISAACLAB,
+    "mjlab": ISAACLAB,
+    "IsaacLab stand-in": STAND_IN,
+}
+CPU_SUITES = {
+    "HumanoidBench": CPU_HUMANOIDBENCH,
+    "IsaacLab": CPU_ISAACLAB,
+    "mjlab": CPU_ISAACLAB,
+}
 # Smallest and largest values; all other numbers must be positive.
 LIMITS = dict(
     seed=(0, 2**63),
@@ -142,7 +182,7 @@ MAY_CHANGE |= {"total_timesteps", "cudagraphs", "tf32"}  # and what begins with 
 
 
 def parse_args(argv=None):
-    """Parse twice: the device decides the defaults of the second pass, and what --help shows.
+    """Parse twice: task and device decide the defaults, which --help shows.
 
     -> args, checkpoint to start from or None
     """
@@ -156,8 +196,13 @@ def parse_args(argv=None):
         backend = saved.backend
         defaults = replace(saved, run_dir="", resume="", evaluate="", track=False)
     else:
-        backend, _ = choose_backend(given.env_id, given.backend, device)
-        defaults = Args(**CPU_DEFAULTS) if device == "cpu" else Args()
+        backend, suite = choose_backend(given.env_id, given.backend, device)
+        chosen = SUITES.get(suite, {})
+        if device == "cpu":
+            chosen = CPU_DEFAULTS | chosen | CPU_SUITES.get(suite, {})
+        if suite == "other":
+            chosen = chosen | dict(gamma=default_gamma(given.env_id, backend))
+        defaults = Args(**chosen)
     defaults = replace(defaults, backend=backend, device=device)
     if extras and {"-h", "--help"} & set(argv):
         extras.print_help(Args, defaults, __doc__)
@@ -194,11 +239,26 @@ def check_args(args):
 
 # === 2. Environments: one contract for all simulators ===
 # --- shared: environments ---
+HUMANOIDBENCH_ID = re.compile(r"(humanoid_bench:)?(g1|h1(hand|simplehand|strong|touch)?)-\w+-v0")
+ISAACLAB_STAND_INS = (  # EnvPool's tasks that are most like those of Isaac Lab
+    "H1JoystickGaitTracking-v1",
+    "LeapCubeReorient-v1",
+    "HandManipulateBlockRotateXYZDense-v1",
+)
+
+
 def choose_backend(env_id, backend, device):
     """Who simulates the task, and the suite that its default settings belong to.
 
-    auto takes the first that has the id: Playground (on CUDA only), EnvPool, Gymnasium.
+    auto knows the ids of Isaac Lab, mjlab and HumanoidBench by their form. Else it takes the first
+    that has the id: Playground (on CUDA only), EnvPool, Gymnasium.
     """
+    if backend == "isaaclab" or (backend == "auto" and env_id.startswith("Isaac-")):
+        return "isaaclab", "IsaacLab"
+    if backend == "mjlab" or (backend == "auto" and env_id.startswith("Mjlab-")):
+        return "mjlab", "mjlab"
+    if backend in ("auto", "gymnasium") and HUMANOIDBENCH_ID.fullmatch(env_id):
+        return "gymnasium", "HumanoidBench"
     if backend == "playground" or (backend == "auto" and device == "cuda"):
         try:
             from simulators import playground
@@ -209,18 +269,49 @@ def choose_backend(env_id, backend, device):
         else:
             if backend == "playground" or env_id in playground.TASKS:
                 return "playground", playground.TASKS.get(env_id, "other")
-    family = ""
+    family = envpool_family(env_id)
+    if backend == "auto":
+        backend = "envpool" if re.match("Dmc|Gym|Playground", family) else "gymnasium"
+    suite = "other"
+    if backend == "envpool" and family.startswith("Dmc"):
+        suite = "DMC"
+    if backend == "envpool" and env_id in ISAACLAB_STAND_INS:
+        suite = "IsaacLab stand-in"
+    return backend, suite
+
+
+def envpool_family(env_id):
+    """Such as DmcCheetahEnvSpec; empty where EnvPool is missing or does not have the id"""
     try:
         import envpool
-
-        if env_id in envpool.list_all_envs():
-            family = type(envpool.make_spec(env_id)).__name__  # such as DmcCheetahEnvSpec
     except ImportError:
-        pass
-    if backend == "auto":
-        backend = "envpool" if re.match("Dmc|Gym(?!n)|Playground", family) else "gymnasium"
-    is_control_suite = backend == "envpool" and family.startswith("Dmc")
-    return backend, "DMC" if is_control_suite else "other"
+        return ""
+    if env_id not in envpool.list_all_envs():
+        return ""
+    return type(envpool.make_spec(env_id)).__name__
+
+
+def default_gamma(env_id, backend):
+    """0.99, or less where episodes are short: a value looks ahead a third of an episode.
+
+    A longer look would see little but the value beyond the time-out, and the errors of the critic
+    there would hide what an action changes.
+    """
+    steps = None
+    try:
+        if backend == "envpool":
+            import envpool
+
+            steps = envpool.make_spec(env_id).config.max_episode_steps
+        elif backend == "gymnasium":
+            module, _, name = env_id.rpartition(":")
+            if module:
+                sys.path.append(os.getcwd())
+                importlib.import_module(module)
+            steps = gym.spec(name).max_episode_steps
+    except Exception:
+        pass  # make_envs says what is wrong
+    return min(0.99, 1 - 3 / max(steps, 6)) if steps else 0.99
 
 
 def make_envs(args, num_envs, seed, **kwargs):
@@ -229,6 +320,10 @@ def make_envs(args, num_envs, seed, **kwargs):
             from simulators import playground
 
             return playground.VecEnv(args, num_envs, seed, **kwargs)
+        if args.backend in ("isaaclab", "mjlab"):
+            from simulators import isaaclab_env
+
+            return isaaclab_env.VecEnv(args, num_envs, seed, **kwargs)
         return VecEnv(args, num_envs, seed, **kwargs)
     except Exception as error:  # an unknown id, or a package that is missing
         reason = " ".join(str(error).split()).rstrip(".")
@@ -260,6 +355,12 @@ class VecEnv:
             kwargs = dict(num_envs=num_envs, num_threads=args.torch_threads) | kwargs
             self.env = envpool.make_gymnasium(args.env_id, seed=self.seed, **kwargs)
             time_limit = self.env.config["max_episode_steps"]
+        elif HUMANOIDBENCH_ID.fullmatch(args.env_id):
+            from simulators import humanoidbench_env
+
+            num_workers = args.torch_threads
+            self.env = humanoidbench_env.make_vec(args.env_id, num_envs, num_workers, **kwargs)
+            time_limit = self.env.spec.max_episode_steps
         else:
             if extras:
                 extras.check_environment(args.env_id, kwargs)
@@ -725,13 +826,16 @@ def td_lambda_targets(reward, next_value, terminated, truncated, gamma, td_lambd
     return targets
 
 
-def scale_rewards(agent, reward, ended, args):
-    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale."""
+def scale_rewards(agent, reward, terminated, args):
+    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale.
+
+    A value looks beyond a time-out, and so does its return: it goes on with the next episode.
+    """
     for t in range(len(reward)):
         agent.discounted_return.mul_(args.gamma).add_(reward[t])
         agent.squared_return_sum += agent.discounted_return.square().sum()
         agent.return_count += len(agent.discounted_return)
-        agent.discounted_return *= ~ended[t]
+        agent.discounted_return *= ~terminated[t]
     average([agent.squared_return_sum, agent.return_count])
     rms = (agent.squared_return_sum / agent.return_count).sqrt().clamp(min=1e-8)
     return reward * args.return_scale / rms
@@ -749,7 +853,7 @@ def compute_targets(agent, data, args, generator):
     terminated = data["terminated"]
     truncated = data["truncated"].clone()
     if args.normalize_reward:
-        reward = scale_rewards(agent, reward, terminated | truncated, args)
+        reward = scale_rewards(agent, reward, terminated, args)
     truncated[:-1] |= data["broken"][1:]  # no trace runs into a broken step
     value = agent.value(data["obs"])
     next_value = agent.value(data["next_obs"])

@@ -741,13 +741,16 @@ def td_lambda_targets(reward, next_value, terminated, truncated, gamma, td_lambd
     return targets
 
 
-def scale_rewards(agent, reward, ended, args):
-    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale."""
+def scale_rewards(agent, reward, terminated, args):
+    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale.
+
+    A value looks beyond a time-out, and so does its return: it goes on with the next episode.
+    """
     for t in range(len(reward)):
         agent.discounted_return.mul_(args.gamma).add_(reward[t])
         agent.squared_return_sum += agent.discounted_return.square().sum()
         agent.return_count += len(agent.discounted_return)
-        agent.discounted_return *= ~ended[t]
+        agent.discounted_return *= ~terminated[t]
     average([agent.squared_return_sum, agent.return_count])
     rms = (agent.squared_return_sum / agent.return_count).sqrt().clamp(min=1e-8)
     return reward * args.return_scale / rms
@@ -765,7 +768,7 @@ def compute_targets(agent, data, args, generator):
     terminated = data["terminated"]
     truncated = data["truncated"].clone()
     if args.normalize_reward:
-        reward = scale_rewards(agent, reward, terminated | truncated, args)
+        reward = scale_rewards(agent, reward, terminated, args)
     truncated[:-1] |= data["broken"][1:]  # no trace runs into a broken step
     value = agent.value(data["obs"])
     next_value = agent.value(data["next_obs"])

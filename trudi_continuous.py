@@ -24,6 +24,7 @@ N denoising steps, K chains per state for the KL, H hidden units.
 """
 
 import csv
+import importlib
 import json
 import math
 import os
@@ -65,7 +66,8 @@ class Args:
 
     # run
     env_id: str = "CheetahRun-v1"  # id of EnvPool, Playground or Gymnasium, or `module:Id`
-    backend: Literal["auto", "envpool", "gymnasium", "playground"] = "auto"  # auto: who has the id
+    # who simulates; auto: who has the id
+    backend: Literal["auto", "envpool", "gymnasium", "playground", "isaaclab", "mjlab"] = "auto"
     total_timesteps: int = 50_000_000  # environment steps of the whole run
     seed: int = 1  # seed of the networks, the noise and the environments
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes CUDA where it is present
@@ -74,7 +76,7 @@ class Args:
     evaluate: str = ""  # checkpoint to evaluate instead of training
     track: bool = False  # log to Weights & Biases, too
     bench: int = 0  # measure so many iterations and write nothing
-    torch_threads: int = 1  # CPU threads of torch and EnvPool
+    torch_threads: int = 1  # CPU threads of torch and EnvPool; processes of HumanoidBench
     compile: bool = False  # torch.compile the hot functions
     cudagraphs: bool = False  # record the steps of acting and learning as CUDA graphs
     tf32: bool = True  # matrix products on CUDA with 10 bits of mantissa, in a fraction of the time
@@ -85,6 +87,7 @@ class Args:
     num_minibatches: int = 64  # minibatches per epoch
     update_epochs: int = 8  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
+    warmup_iterations: int = 0  # first iterations, in which the policy does not learn yet
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
     actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
     alpha_learning_rate: float = 3e-4  # Adam's learning rate for the temperature
@@ -94,7 +97,7 @@ class Args:
 
     # critic
     hidden_size: int = 512  # width of policy and critic (H)
-    gamma: float = 0.99  # discount factor
+    gamma: float = 0.99  # discount factor; by default less for short episodes
     td_lambda: float = 0.95  # trace parameter of the TD(lambda) targets
     vmin: float = -20.0  # lower end of the critic's range; HL-Gauss is biased at its edges
     vmax: float = 150.0  # upper end of the critic's range
@@ -152,26 +155,87 @@ OTHER_TASK = dict(
     vmax=150.0,
     num_bins=151,
 )
-# There a CPU learns in smaller steps: with CPU_DEFAULTS Pendulum-v1 forgot what it had learned.
+# There the policy waits until the critic knows what random actions are worth, and moves in smaller
+# steps: else it goes for the first of several equally good ways, and forgets the others.
 CPU_OTHER_TASK = dict(
     num_envs=64,
     num_steps=64,
     update_epochs=4,
     policy_delay=1,
-    learning_rate=3e-4,
-    actor_learning_rate=3e-4,
+    warmup_iterations=8,
+    actor_learning_rate=1e-3,
     alpha_learning_rate=3e-4,
     lambda_learning_rate=3e-4,
-    anneal=0.0,
-    max_grad_norm=0.5,
-    diffusion_steps=8,
-    schedule_power=2.0,
 )
+# HumanoidBench: the paper's sizes. alpha_init stays small: with 1 the entropy of 61 actions alone
+# leaves the range. Beside a GPU it is the simulation that takes time, so it gets all cores.
+HUMANOIDBENCH = dict(
+    num_envs=128,
+    num_steps=128,
+    num_minibatches=8,
+    hidden_size=256,
+    vmin=-250.0,
+    vmax=250.0,
+    num_bins=151,
+    torch_threads=min(32, os.cpu_count()),
+)
+# A core makes about 450 steps/s of it, so a run has few of them, and short evaluations.
+CPU_HUMANOIDBENCH = CPU_DEFAULTS | CPU_OTHER_TASK
+CPU_HUMANOIDBENCH |= dict(
+    num_envs=16,
+    num_minibatches=8,
+    update_epochs=8,
+    learning_rate=1e-3,
+    actor_learning_rate=1e-3,
+    torch_threads=1,
+    eval_points=10,
+    eval_episodes=8,
+)
+# Isaac Lab: the paper's sizes; mjlab's tasks are of the same kind.
+ISAACLAB = dict(
+    total_timesteps=300_000_000,
+    num_envs=4096,
+    num_steps=64,
+    num_minibatches=128,
+    gamma=0.97,
+    vmin=-10.0,
+    vmax=10.0,
+    num_bins=151,
+)
+# mjlab makes about 130 steps/s on a CPU.
+CPU_ISAACLAB = CPU_DEFAULTS | CPU_OTHER_TASK | dict(num_envs=32, eval_points=10)
+# Tasks by EnvPool that are much like those of Isaac Lab, with rewards of other scales.
+STAND_IN = OTHER_TASK | dict(gamma=0.97)
+SUITES = {  # suite -> what differs from Args; on a CPU also from CPU_DEFAULTS
+    "other": OTHER_TASK,
+    "HumanoidBench": HUMANOIDBENCH,
+    "IsaacLab": ISAACLAB,
+    "mjlab": ISAACLAB,
+    "IsaacLab stand-in": STAND_IN,
+}
+CPU_SUITES = {
+    "other": CPU_OTHER_TASK,
+    "HumanoidBench": CPU_HUMANOIDBENCH,
+    "IsaacLab": CPU_ISAACLAB,
+    "mjlab": CPU_ISAACLAB,
+    "IsaacLab stand-in": CPU_OTHER_TASK,
+}
+# Tasks with larger rewards than their suite, such as 250 for a goal of Repose: FastTD3's ranges.
+WIDE_RANGES = {
+    "Isaac-Repose": 500.0,
+    "h1hand-reach": 2_000.0,
+    "h1hand-basketball": 2_000.0,
+    "h1hand-maze": 1_000.0,
+    "h1hand-push": 1_000.0,
+    "h1hand-truck": 1_000.0,
+    "h1hand-package": 10_000.0,
+}
 # Smallest and largest values; all other numbers must be positive.
 LIMITS = dict(
     seed=(0, 2**63),
     torch_threads=(1, os.cpu_count()),
     bench=(0, math.inf),
+    warmup_iterations=(0, math.inf),
     anneal=(0, 1),
     gamma=(0, 1),
     td_lambda=(0, 1),
@@ -205,11 +269,14 @@ def parse_args(argv=None):
         defaults = replace(saved, run_dir="", resume="", evaluate="", track=False)
     else:
         backend, suite = choose_backend(given.env_id, given.backend, device)
-        chosen = CPU_DEFAULTS if device == "cpu" else {}
+        chosen = SUITES.get(suite, {})
+        if device == "cpu":
+            chosen = CPU_DEFAULTS | chosen | CPU_SUITES.get(suite, {})
+        for task, bound in WIDE_RANGES.items():
+            if task in given.env_id:
+                chosen = chosen | dict(vmin=-bound, vmax=bound)
         if suite == "other":
-            chosen = chosen | OTHER_TASK
-        if suite == "other" and device == "cpu":
-            chosen = chosen | CPU_OTHER_TASK
+            chosen = chosen | dict(gamma=default_gamma(given.env_id, backend))
         defaults = Args(**chosen)
     defaults = replace(defaults, backend=backend, device=device)
     if extras and {"-h", "--help"} & set(argv):
@@ -253,11 +320,26 @@ def check_args(args):
 
 # === 2. Environments: one contract for all simulators ===
 # --- shared: environments ---
+HUMANOIDBENCH_ID = re.compile(r"(humanoid_bench:)?(g1|h1(hand|simplehand|strong|touch)?)-\w+-v0")
+ISAACLAB_STAND_INS = (  # EnvPool's tasks that are most like those of Isaac Lab
+    "H1JoystickGaitTracking-v1",
+    "LeapCubeReorient-v1",
+    "HandManipulateBlockRotateXYZDense-v1",
+)
+
+
 def choose_backend(env_id, backend, device):
     """Who simulates the task, and the suite that its default settings belong to.
 
-    auto takes the first that has the id: Playground (on CUDA only), EnvPool, Gymnasium.
+    auto knows the ids of Isaac Lab, mjlab and HumanoidBench by their form. Else it takes the first
+    that has the id: Playground (on CUDA only), EnvPool, Gymnasium.
     """
+    if backend == "isaaclab" or (backend == "auto" and env_id.startswith("Isaac-")):
+        return "isaaclab", "IsaacLab"
+    if backend == "mjlab" or (backend == "auto" and env_id.startswith("Mjlab-")):
+        return "mjlab", "mjlab"
+    if backend in ("auto", "gymnasium") and HUMANOIDBENCH_ID.fullmatch(env_id):
+        return "gymnasium", "HumanoidBench"
     if backend == "playground" or (backend == "auto" and device == "cuda"):
         try:
             from simulators import playground
@@ -268,18 +350,49 @@ def choose_backend(env_id, backend, device):
         else:
             if backend == "playground" or env_id in playground.TASKS:
                 return "playground", playground.TASKS.get(env_id, "other")
-    family = ""
+    family = envpool_family(env_id)
+    if backend == "auto":
+        backend = "envpool" if re.match("Dmc|Gym|Playground", family) else "gymnasium"
+    suite = "other"
+    if backend == "envpool" and family.startswith("Dmc"):
+        suite = "DMC"
+    if backend == "envpool" and env_id in ISAACLAB_STAND_INS:
+        suite = "IsaacLab stand-in"
+    return backend, suite
+
+
+def envpool_family(env_id):
+    """Such as DmcCheetahEnvSpec; empty where EnvPool is missing or does not have the id"""
     try:
         import envpool
-
-        if env_id in envpool.list_all_envs():
-            family = type(envpool.make_spec(env_id)).__name__  # such as DmcCheetahEnvSpec
     except ImportError:
-        pass
-    if backend == "auto":
-        backend = "envpool" if re.match("Dmc|Gym(?!n)|Playground", family) else "gymnasium"
-    is_control_suite = backend == "envpool" and family.startswith("Dmc")
-    return backend, "DMC" if is_control_suite else "other"
+        return ""
+    if env_id not in envpool.list_all_envs():
+        return ""
+    return type(envpool.make_spec(env_id)).__name__
+
+
+def default_gamma(env_id, backend):
+    """0.99, or less where episodes are short: a value looks ahead a third of an episode.
+
+    A longer look would see little but the value beyond the time-out, and the errors of the critic
+    there would hide what an action changes.
+    """
+    steps = None
+    try:
+        if backend == "envpool":
+            import envpool
+
+            steps = envpool.make_spec(env_id).config.max_episode_steps
+        elif backend == "gymnasium":
+            module, _, name = env_id.rpartition(":")
+            if module:
+                sys.path.append(os.getcwd())
+                importlib.import_module(module)
+            steps = gym.spec(name).max_episode_steps
+    except Exception:
+        pass  # make_envs says what is wrong
+    return min(0.99, 1 - 3 / max(steps, 6)) if steps else 0.99
 
 
 def make_envs(args, num_envs, seed, **kwargs):
@@ -288,6 +401,10 @@ def make_envs(args, num_envs, seed, **kwargs):
             from simulators import playground
 
             return playground.VecEnv(args, num_envs, seed, **kwargs)
+        if args.backend in ("isaaclab", "mjlab"):
+            from simulators import isaaclab_env
+
+            return isaaclab_env.VecEnv(args, num_envs, seed, **kwargs)
         return VecEnv(args, num_envs, seed, **kwargs)
     except Exception as error:  # an unknown id, or a package that is missing
         reason = " ".join(str(error).split()).rstrip(".")
@@ -319,6 +436,12 @@ class VecEnv:
             kwargs = dict(num_envs=num_envs, num_threads=args.torch_threads) | kwargs
             self.env = envpool.make_gymnasium(args.env_id, seed=self.seed, **kwargs)
             time_limit = self.env.config["max_episode_steps"]
+        elif HUMANOIDBENCH_ID.fullmatch(args.env_id):
+            from simulators import humanoidbench_env
+
+            num_workers = args.torch_threads
+            self.env = humanoidbench_env.make_vec(args.env_id, num_envs, num_workers, **kwargs)
+            time_limit = self.env.spec.max_episode_steps
         else:
             if extras:
                 extras.check_environment(args.env_id, kwargs)
@@ -931,13 +1054,16 @@ def td_lambda_targets(reward, next_value, terminated, truncated, gamma, td_lambd
     return targets
 
 
-def scale_rewards(agent, reward, ended, args):
-    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale."""
+def scale_rewards(agent, reward, terminated, args):
+    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale.
+
+    A value looks beyond a time-out, and so does its return: it goes on with the next episode.
+    """
     for t in range(len(reward)):
         agent.discounted_return.mul_(args.gamma).add_(reward[t])
         agent.squared_return_sum += agent.discounted_return.square().sum()
         agent.return_count += len(agent.discounted_return)
-        agent.discounted_return *= ~ended[t]
+        agent.discounted_return *= ~terminated[t]
     average([agent.squared_return_sum, agent.return_count])
     rms = (agent.squared_return_sum / agent.return_count).sqrt().clamp(min=1e-8)
     return reward * args.return_scale / rms
@@ -970,7 +1096,7 @@ def compute_targets(agent, data, args, generator):
     terminated = data["terminated"]
     truncated = data["truncated"].clone()
     if args.normalize_reward:
-        reward = scale_rewards(agent, reward, terminated | truncated, args)
+        reward = scale_rewards(agent, reward, terminated, args)
     truncated[:-1] |= data["broken"][1:]  # no trace runs into a broken step
     alpha = agent.log_alpha.exp()
     soft_reward = reward + args.gamma * ~terminated * alpha * next_bound
@@ -1409,6 +1535,8 @@ def train(
         start = time.perf_counter()
         share_done = (iteration - 1) / num_iterations
         learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
+        if iteration <= args.warmup_iterations:  # only the critic learns
+            learning_rate = 0.0
         actor_optimizer.param_groups[0]["lr"].fill_(learning_rate)
         kl_bound = args.kl_bound * (args.kl_bound_end / args.kl_bound) ** share_done
         args_now.kl_bound.fill_(kl_bound)

@@ -99,6 +99,7 @@ class Args:
     num_minibatches: int = 64  # minibatches per epoch
     update_epochs: int = 4  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
+    warmup_iterations: int = 0  # first iterations, in which the policy does not learn yet
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
     actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
     alpha_learning_rate: float = 3e-4  # Adam's learning rate for the temperature
@@ -163,6 +164,7 @@ LIMITS = dict(
     torch_threads=(1, os.cpu_count()),
     sim_workers=(0, 1_000),
     bench=(0, math.inf),
+    warmup_iterations=(0, math.inf),
     anneal=(0, 1),
     gamma=(0, 1),
     td_lambda=(0, 1),
@@ -965,13 +967,16 @@ def td_lambda_targets(reward, next_value, terminated, truncated, gamma, td_lambd
     return targets
 
 
-def scale_rewards(agent, reward, ended, args):
-    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale."""
+def scale_rewards(agent, reward, terminated, args):
+    """Scale rewards (T, E) so that discounted returns have a root mean square of return_scale.
+
+    A value looks beyond a time-out, and so does its return: it goes on with the next episode.
+    """
     for t in range(len(reward)):
         agent.discounted_return.mul_(args.gamma).add_(reward[t])
         agent.squared_return_sum += agent.discounted_return.square().sum()
         agent.return_count += len(agent.discounted_return)
-        agent.discounted_return *= ~ended[t]
+        agent.discounted_return *= ~terminated[t]
     average([agent.squared_return_sum, agent.return_count])
     rms = (agent.squared_return_sum / agent.return_count).sqrt().clamp(min=1e-8)
     return reward * args.return_scale / rms
@@ -1004,7 +1009,7 @@ def compute_targets(agent, data, args, generator):
     terminated = data["terminated"]
     truncated = data["truncated"].clone()
     if args.normalize_reward:
-        reward = scale_rewards(agent, reward, terminated | truncated, args)
+        reward = scale_rewards(agent, reward, terminated, args)
     truncated[:-1] |= data["broken"][1:]  # no trace runs into a broken step
     alpha = agent.log_alpha.exp()
     soft_reward = reward + args.gamma * ~terminated * alpha * next_bound
@@ -1443,6 +1448,8 @@ def train(
         start = time.perf_counter()
         share_done = (iteration - 1) / num_iterations
         learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
+        if iteration <= args.warmup_iterations:  # only the critic learns
+            learning_rate = 0.0
         actor_optimizer.param_groups[0]["lr"].fill_(learning_rate)
         kl_bound = args.kl_bound * (args.kl_bound_end / args.kl_bound) ** share_done
         args_now.kl_bound.fill_(kl_bound)

@@ -186,6 +186,37 @@ def wait_for(condition, process, seconds=300):
         time.sleep(0.02)
 
 
+def descendants(pid):
+    """All processes that this one started, and those that they started"""
+    children = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parent = path.read_text().rsplit(")", 1)[1].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = []
+    unseen = [pid]
+    while unseen:
+        new = children.get(unseen.pop(), [])
+        found += new
+        unseen += new
+    return found
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def assert_all_end(pids, seconds=20):
+    end = time.time() + seconds
+    while any(is_running(pid) for pid in pids):
+        assert time.time() < end, [pid for pid in pids if is_running(pid)]
+        time.sleep(0.05)
+
+
 @contextlib.contextmanager
 def short_cartpole():
     """Episodes of the control suite have 1000 steps; CartpoleBalance-v1 gets 16 here."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from run_helpers import every_script
 
 import trudi_continuous as trudi
 
@@ -444,7 +445,12 @@ def test_backend_and_suite():
         "BallInCupCatch-v1": ("envpool", "DMC"),
         "HalfCheetah-v5": ("envpool", "other"),
         "Pendulum-v1": ("gymnasium", "other"),
-        "h1hand-walk-v0": ("gymnasium", "other"),
+        "h1hand-walk-v0": ("gymnasium", "HumanoidBench"),
+        "Isaac-Velocity-Flat-G1-v0": ("isaaclab", "IsaacLab"),
+        "Mjlab-Velocity-Flat-Unitree-G1": ("mjlab", "mjlab"),
+        "LeapCubeReorient-v1": ("envpool", "IsaacLab stand-in"),
+        "H1JoystickGaitTracking-v1": ("envpool", "IsaacLab stand-in"),
+        "HandManipulateBlockRotateXYZDense-v1": ("envpool", "IsaacLab stand-in"),
         CLOCK: ("gymnasium", "other"),
     }
     for robot in ("G1", "T1"):
@@ -478,4 +484,39 @@ def test_defaults_follow_the_suite():
     assert (args.backend, args.vmin, args.normalize_reward) == ("envpool", -20.0, False)
     args, _ = trudi.parse_args(["--env-id", "G1JoystickFlatTerrain-v1", "--device", "cpu"])
     assert (args.backend, args.vmin, args.normalize_reward) == ("envpool", -150.0, True)
-    assert math.isclose(args.learning_rate, 3e-4)
+    assert args.warmup_iterations > 0
+    for env_id in trudi.ISAACLAB_STAND_INS:
+        args, _ = trudi.parse_args(["--env-id", env_id, "--device", "cpu"])
+        assert (args.gamma, args.vmin, args.normalize_reward) == (0.97, -150.0, True)
+    args, _ = trudi.parse_args(["--env-id", "Isaac-Repose-Cube-Shadow-Direct-v0"])
+    assert (args.backend, args.gamma, args.vmin, args.vmax) == ("isaaclab", 0.97, -500, 500)
+
+
+@every_script
+def test_short_episodes_have_a_short_look_ahead(script):
+    expected = {
+        "CheetahRun-v1": 0.99,
+        "HalfCheetah-v5": 0.99,  # 1,000 steps
+        "Pendulum-v1": 1 - 3 / 200,
+        "two_doors:TwoDoors-v0": 1 - 3 / 32,
+        "no_such_module:Task-v0": 0.99,  # make_envs says what is wrong
+    }
+    for env_id, gamma in expected.items():
+        args, _ = script.parse_args(["--env-id", env_id, "--device", "cpu"])
+        assert math.isclose(args.gamma, gamma), env_id
+    args, _ = script.parse_args(["--env-id", "Pendulum-v1", "--gamma", "0.5"])
+    assert args.gamma == 0.5
+
+
+@pytest.mark.parametrize("env_id", trudi.ISAACLAB_STAND_INS)
+def test_stand_ins_for_isaac_lab_run(env_id):
+    envs = make("envpool", env_id, num_envs=2)
+    played = play(envs, noise(envs, 3))
+    assert played.obs.isfinite().all() and played.reward.isfinite().all()
+
+
+def test_a_task_that_envpool_has_is_not_suggested_under_its_own_name(capsys):
+    with pytest.raises(SystemExit):
+        make("gymnasium", "HandManipulateBlockRotateXYZDense-v1")
+    err = capsys.readouterr().err
+    assert "--backend envpool" in err and "closest" not in err

@@ -140,7 +140,7 @@ def test_soft_targets_against_brute_force(monkeypatch, normalize):
     terminated = data["terminated"]
     cut = terminated | data["truncated"]
     if normalize:
-        returns = discounted_returns(reward, cut, args.gamma)
+        returns = discounted_returns(reward, terminated, args.gamma)
         reward = reward * 4.0 / math.sqrt((returns**2).mean())
     bonus = args.gamma * args.alpha_init * next_bound
     soft_reward = torch.where(terminated, reward, reward + bonus)
@@ -157,6 +157,27 @@ def test_soft_targets_against_brute_force(monkeypatch, normalize):
     one_step = (soft_reward + args.gamma * next_value)[:-1][before_broken]
     assert_close(flat["target"].view(T, 30)[:-1][before_broken], one_step)  # no trace runs on
     assert not any(values.requires_grad for values in flat.values())
+
+
+def test_values_beyond_time_outs_fit_the_scale():
+    """Short episodes that only time out are worth 1 / (1 - gamma) rewards, not those of one."""
+    args = make_args(return_scale=30.0)
+    agent = make_agent(args)
+    data = make_rollout(args, agent)
+    data["reward"].fill_(2.0)
+    data["terminated"].fill_(False)
+    data["truncated"].fill_(True)
+    data["broken"].fill_(False)
+    args.normalize_reward = True
+    args.td_lambda = 0.0
+    agent.log_alpha.data.fill_(-math.inf)  # no bonus
+    for _ in range(200):
+        with_value = compute_targets(agent, data, args, seeded())["target"]
+    args.normalize_reward = False
+    data["reward"].fill_(0.0)
+    value_alone = compute_targets(agent, data, args, seeded())["target"]
+    scaled_reward = with_value - value_alone
+    assert_close(scaled_reward / (1 - args.gamma), torch.full((30,), 30.0), rtol=0.01, atol=0)
 
 
 def test_more_kl_samples_are_chains_of_the_same_policy():

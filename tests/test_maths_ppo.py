@@ -378,7 +378,7 @@ def test_advantages_against_brute_force(gae_lambda, normalize):
     broken = data["broken"]
     ended = terminated | data["truncated"]
     if normalize:
-        returns = discounted_returns(reward, ended, args.gamma)
+        returns = discounted_returns(reward, terminated, args.gamma)
         reward = reward * 2.0 / math.sqrt((returns**2).mean())
     breaks_next = torch.cat([broken[1:], torch.ones(1, 30, dtype=torch.bool)])
     value = agent.value(data["obs"]).detach()

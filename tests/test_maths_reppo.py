@@ -606,7 +606,7 @@ def test_soft_targets_against_brute_force(monkeypatch, normalize, td_lambda):
     ended = terminated | data["truncated"]
     reward = data["reward"]
     if normalize:
-        returns = discounted_returns(reward, ended, args.gamma)
+        returns = discounted_returns(reward, terminated, args.gamma)
         reward = reward * 4.0 / math.sqrt((returns**2).mean())
     bonus = args.gamma * args.alpha_init * data["next_obs"].sum(-1)
     soft_reward = torch.where(terminated, reward, reward + bonus)

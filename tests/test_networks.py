@@ -154,10 +154,10 @@ def test_reward_scale(constant):
     args = make_args(return_scale=30.0)
     agent = make_agent(args)
     reward = torch.full((40, 6), 3.0) if constant else torch.randn(40, 6)
-    ended = torch.rand(40, 6) < 0.1
-    returns = discounted_returns(reward, ended, args.gamma)
+    terminated = torch.rand(40, 6) < 0.1
+    returns = discounted_returns(reward, terminated, args.gamma)
     for start, end in ((0, 7), (7, 8), (8, 40)):  # three rollouts
-        scaled = scale_rewards(agent, reward[start:end], ended[start:end], args)
+        scaled = scale_rewards(agent, reward[start:end], terminated[start:end], args)
         scale = 30.0 / np.sqrt((returns[:end] ** 2).mean())  # of all returns so far
         assert_close(scaled, reward[start:end] * scale)
 

@@ -11,18 +11,22 @@ import numpy as np
 import pytest
 import torch
 from run_helpers import (
+    BATCH,
     ROOT,
     SAMPLERS,
     SCRIPTS,
+    TINY,
     every_script,
     every_script_slowly,
     files,
     load,
+    reppo,
     rows,
     run,
     short_cartpole,
     steps,
     train,
+    trudi,
 )
 
 from tools.extras import PACKAGES
@@ -279,3 +283,30 @@ def test_defaults_are_those_of_the_device(script):
     settings, _ = script.parse_args(["--device", "cpu"])
     for name, value in script.CPU_DEFAULTS.items():
         assert getattr(settings, name) == value != getattr(script.Args(), name)
+
+
+# === Warm-up ===
+def trained_weights(folder, script, num_iterations, warmup):
+    """-> weights of the policy, weights of the critic, after some iterations"""
+    steps = num_iterations * BATCH
+    flags = ["--total-timesteps", steps, "--warmup-iterations", warmup, "--run-dir", folder]
+    run("--env-id", CLOCK, *TINY, *flags, script=script)
+    agent = torch.load(folder / "policy.pt", weights_only=True)["agent"]
+    policy = {}
+    critic = {}
+    for name, values in agent.items():
+        if name.startswith("policy.") and "normalizer" not in name:
+            policy[name] = values
+        if name.startswith("critic."):
+            critic[name] = values
+    return policy, critic
+
+
+@pytest.mark.parametrize("script", [trudi, reppo], ids=lambda script: script.SCRIPT)
+def test_policy_waits_for_the_critic(tmp_path, script):
+    policy, critic = trained_weights(tmp_path / "a", script, num_iterations=1, warmup=2)
+    later_policy, later_critic = trained_weights(tmp_path / "b", script, 2, warmup=2)
+    last_policy, _ = trained_weights(tmp_path / "c", script, num_iterations=3, warmup=2)
+    assert policy and all((policy[name] == later_policy[name]).all() for name in policy)
+    assert any((critic[name] != later_critic[name]).any() for name in critic)
+    assert any((policy[name] != last_policy[name]).any() for name in policy)

@@ -30,7 +30,8 @@ from pathlib import Path
 import numpy as np
 
 PACKAGES = ("torch", "numpy", "gymnasium", "envpool", "mujoco", "mani-skill", "sapien")
-PACKAGES += ("playground", "mujoco-mjx", "jax")
+PACKAGES += ("playground", "mujoco-mjx", "jax", "humanoid_bench", "dm-control")
+PACKAGES += ("isaaclab", "mjlab", "warp-lang")
 
 
 class Display:
@@ -130,8 +131,8 @@ class Display:
 
 
 def is_lost_worker(error):
-    """Of simulators/maniskill_workers.py, which is not imported for that."""
-    workers = sys.modules.get("simulators.maniskill_workers")
+    """Of simulators/workers.py, which is not imported for that."""
+    workers = sys.modules.get("simulators.workers")
     return workers is not None and isinstance(error, workers.WorkerLost)
 
 
@@ -376,10 +377,12 @@ def core_times(path):
 def close_ids(env_id, backend="", known=()):
     """The end of a sentence about an environment that a backend could not make.
 
-    What else could have been meant; nothing where the backend knows the id.
+    What else could have been meant; nothing where the backend knows the id, or says so by itself.
     """
     import gymnasium
 
+    if backend in ("isaaclab", "mjlab"):
+        return ""
     hint = ""
     ids = {"gymnasium": set(gymnasium.registry), "envpool": set()}
     try:
@@ -390,6 +393,8 @@ def close_ids(env_id, backend="", known=()):
         hint = " (EnvPool is missing: pip install envpool==1.2.5)"
     if env_id.split(":")[-1] in ids.get(backend, ()):
         return ""
+    if backend == "gymnasium" and env_id in ids["envpool"]:
+        return "; EnvPool has a task of this name: --backend envpool"
     others = {*known, *ids["gymnasium"], *ids["envpool"]} - {env_id}
     close = ", ".join(difflib.get_close_matches(env_id, others, 4)) or "none"
     return f"{hint}; the closest known ids: {close}"
