@@ -12,21 +12,28 @@ import sys
 import time
 from pathlib import Path
 
+import gymnasium
 import pytest
 
+import trudi_continuous
+import two_doors
 from tools import benchmark, plot
 
 ROOT = Path(__file__).parents[1]
 NUM_RUNS = {
     "smoke": 2 * 7,
-    "laptop": 6 * 5 * 7,
+    "laptop": (20 * 3 + 6 * 2) * 7,
+    "two-doors": 5 * 7,
+    "ablation-entropy": 3 * 5,
     "paper-dmc": 20 * 10 * 7,
     "paper-humanoid": 4 * 10 * 4,
     "paper-maniskill": 13 * 10 * 4,
-    "paper-humanoidbench": 30 * 10 * 4,
-    "ablation-kl": 3 * 3 * 7,
-    "ablation-steps": 3 * 3 * 5,
+    "paper-humanoidbench": 30 * 10 * 7,
+    "paper-isaaclab": 6 * 10 * 7,
+    "ablation-kl": 6 * 3 * 7,
+    "ablation-steps": 6 * 3 * 5,
     "ablation-sampler": 6 * 3 * 6,
+    "ablation-time": 6 * 3,
 }
 
 
@@ -140,7 +147,9 @@ def test_grids_use_flags_that_exist(name, dry_runs):
 
 def test_cpu_grids_use_envs_that_exist(dry_runs):
     known = set(pytest.importorskip("envpool").list_all_envs())
-    for name in ("smoke", "laptop", "ablation-kl", "ablation-steps", "ablation-sampler"):
+    assert gymnasium.spec("TwoDoors-v0").entry_point is two_doors.TwoDoors
+    known.add("two_doors:TwoDoors-v0")
+    for name in [name for name in NUM_RUNS if not name.startswith("paper-")]:
         assert {line.split()[2] for line in dry_runs[name]} <= known
 
 
@@ -177,7 +186,7 @@ def test_ablations_vary_what_they_say(dry_runs):
         return sorted(found)
 
     assert values("ablation-kl", "--kl-bound") == [0.01, 0.1, 0.2, 0.4, 1, 10, 50]
-    assert values("ablation-steps", "--diffusion-steps") == [1, 4, 8, 16, 32]
+    assert values("ablation-steps", "--diffusion-steps") == [1, 2, 4, 8, 16]
     assert values("ablation-sampler", "--eval-score-scale") == [0.5, 1.0, 1.5]
     assert values("ablation-sampler", "--eval-best-of") == [10, 20]
     assert any("--eval-sampler sde" in line for line in dry_runs["ablation-sampler"])
@@ -187,30 +196,76 @@ def test_ablations_vary_what_they_say(dry_runs):
         assert "trudi_continuous.py" in line and "--trust-region none" in line
 
 
+def test_the_laptop_grid_has_what_is_needed_first(dry_runs):
+    """Six tasks with four algorithms, then 20 tasks; seeds 4 and 5 of the six tasks are last."""
+    cells = [tuple(line.split(": ")[0].split()[1:]) for line in dry_runs["laptop"]]
+    six = set(benchmark.SIX_TASKS)
+    assert len({env for _, env, _ in cells}) == 20 and six < {env for _, env, _ in cells}
+    first = cells[: 6 * 4 * 3]
+    assert {label for label, *_ in first} == {"trudi", "reppo", "ppo", "dime"}
+    assert {env for _, env, _ in first} == six
+    then = cells[len(first) :][: 14 * 3 * 3]
+    assert {label for label, *_ in then} == {"trudi", "reppo", "ppo"}
+    dime = cells[len(first) + len(then) :][: 14 * 3]
+    assert {label for label, *_ in dime} == {"dime"}
+    last = cells[-6 * 7 * 2 :]
+    assert {seed for *_, seed in last} == {"4", "5"} and {env for _, env, _ in last} == six
+    assert {seed for *_, seed in cells[: -len(last)]} == {"1", "2", "3"}
+
+
+def test_chosen_envs_and_seeds_keep_to_their_stages():
+    def cells(*flags):
+        planned = benchmark.plan(benchmark.parse_args(["laptop", "--only", "trudi", *flags]))
+        return [(env, seed) for _, env, seed in planned]
+
+    assert cells("--envs", "WalkerRun-v1") == [("WalkerRun-v1", seed) for seed in (1, 2, 3)]
+    assert cells("--envs", "WalkerWalk-v1") == [("WalkerWalk-v1", seed) for seed in range(1, 6)]
+    assert cells("--seeds", "4") == [(env, 4) for env in benchmark.SIX_TASKS]
+    assert len(cells("--seeds", "2")) == 20
+    assert cells("--envs", "Mine-v0", "--seeds", "7") == [("Mine-v0", 7)]
+
+
+def test_matched_time(grid):
+    """REPPO makes as many steps as fit into TruDi's time, each at its fastest finished run."""
+    times = {"trudi": {1: 900.0, 2: 600.0}, "reppo": {1: 300.0, 2: 100.0}}
+    for label, seconds in times.items():
+        for seed, elapsed in seconds.items():
+            folder = grid.root / f"results/laptop/{label}/CheetahRun-v1_{seed}"
+            folder.mkdir(parents=True)
+            log = f"global_step,time/elapsed\n500,7.0\n1000,{elapsed}\n"
+            (folder / "metrics.csv").write_text(log)
+            if (label, seed) != ("reppo", 2):  # this one is not finished
+                (folder / "eval.json").write_text("{}")
+    flags = ["ablation-time", "--envs", "CheetahRun-v1", "--seeds", "1", "--dry-run"]
+    out, _ = grid.run(*flags)
+    assert out.startswith("start reppo_matched CheetahRun-v1 1: ") and out.count("\n") == 1
+    assert "reppo_continuous.py" in out and "--total-timesteps 2000000 " in out
+    out, err = grid.run(*flags[:2], "WalkerWalk-v1", *flags[3:], code=2)
+    assert "needs finished runs of trudi and reppo on WalkerWalk-v1 in results/laptop" in err
+
+
 def test_suites_have_the_settings_of_the_paper(dry_runs):
     humanoid = "--gamma 0.97 --vmin -10 --vmax 10 --no-normalize-reward --num-minibatches 16 "
-    humanoidbench = (
-        "--num-envs 128 --num-minibatches 8 --hidden-size 256 --gamma 0.99 --vmin -250 --vmax 250 "
-        "--no-normalize-reward --alpha-init 0.01 "
-    )
-    expected = {
-        "paper-humanoid": {"ppo": "--gamma 0.97 ", "others": humanoid, "then": "--backend"},
-        "paper-humanoidbench": {
-            "ppo": "--num-envs 128 ",
-            "others": humanoidbench,
-            "then": "--device",
-        },
-    }
-    for name, want in expected.items():
+    for line in dry_runs["paper-humanoid"]:
+        label = line.split()[1]
+        flags = re.search(r"--seed \d+ (.*?)--backend ", line)[1]
+        if label == "ppo":
+            assert flags == "--gamma 0.97 "
+        elif label == "dime":
+            assert flags == "--trust-region none " + humanoid
+        else:
+            assert flags == humanoid
+
+
+def test_scripts_know_the_settings_of_two_suites(dry_runs):
+    """Of HumanoidBench and Isaac Lab: the grids give none, so they cannot contradict them."""
+    suites = {"paper-humanoidbench": "HumanoidBench", "paper-isaaclab": "IsaacLab"}
+    for name, suite in suites.items():
         for line in dry_runs[name]:
-            label = line.split()[1]
-            flags = re.search(rf"--seed \d+ (.*?){want['then']} ", line)[1]
-            if label == "ppo":
-                assert flags == want["ppo"]
-            elif label == "dime":
-                assert flags == "--trust-region none " + want["others"]
-            else:
-                assert flags == want["others"]
+            _, suite_of_id = trudi_continuous.choose_backend(line.split()[2], "auto", "cuda")
+            assert suite_of_id == suite
+            flags = re.search(r"--seed \d+ (.*?)--device ", line)[1]
+            assert flags in ("", "--trust-region none ", "--objective spo ")
 
 
 def test_flags_of_settings():
@@ -531,7 +586,8 @@ def test_downloads_come_first_and_may_fail(monkeypatch, capsys, tmp_path):
         (["laptop", "--seeds", "1,x"], "--seeds must be numbers, not x"),
         (["laptop", "--only", "sac"], "--only sac names none"),
         (["laptop", "--submit"], "--submit goes with --slurm"),
-        (["laptop", "--task", "210"], "--task must be a number below 210"),
+        (["laptop", "--task", "504"], "--task must be a number below 504"),
+        (["ablation-time"], "needs finished runs of trudi and reppo on CartpoleSwingup-v1"),
     ],
 )
 def test_bad_input_is_one_sentence(flags, words, grid):

@@ -15,6 +15,7 @@ examples:
 
 import argparse
 import contextlib
+import csv
 import fcntl
 import importlib.metadata
 import json
@@ -49,6 +50,15 @@ class Algorithm:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of a grid: each of these algorithms on each of these environments and seeds."""
+
+    labels: list  # of the algorithms
+    envs: list
+    seeds: list
+
+
+@dataclass(frozen=True)
 class Grid:
     summary: str  # for --help
     envs: list
@@ -56,6 +66,8 @@ class Grid:
     algorithms: list
     settings: dict = field(default_factory=dict)  # flags of all its algorithms
     evaluates: bool = False  # evaluate finished runs of another grid instead of training
+    stages: list = field(default_factory=list)  # its parts in their order; []: all at once
+    same_time: bool = False  # as many steps as take the time of TruDi's run in another grid
 
 
 def four_algorithms(kind, settings=None, ppo_settings=None):
@@ -88,10 +100,18 @@ def kl_variants():
 
 def step_variants():
     variants = []
-    for steps in [1, 4, 8, 16, 32]:
+    for steps in [1, 2, 4, 8, 16]:
         variants.append(
             Algorithm(f"trudi_steps{steps}", "trudi_continuous.py", {"diffusion_steps": steps}),
         )
+    return variants
+
+
+def entropy_variants():
+    variants = []
+    for target in [0, -0.5, -1, -1.665, -2.5]:
+        settings = {"entropy_target": target}
+        variants.append(Algorithm(f"trudi_entropy{target}", "trudi_continuous.py", settings))
     return variants
 
 
@@ -107,7 +127,7 @@ def sampler_variants():
     return variants
 
 
-LAPTOP_ENVS = [
+SIX_TASKS = [
     "CartpoleSwingup-v1",
     "CheetahRun-v1",
     "WalkerWalk-v1",
@@ -115,7 +135,6 @@ LAPTOP_ENVS = [
     "HopperStand-v1",
     "ReacherHard-v1",
 ]
-ABLATION_ENVS = ["CheetahRun-v1", "WalkerWalk-v1", "FingerSpin-v1"]
 DMC_ENVS = [
     "AcrobotSwingup",
     "AcrobotSwingupSparse",
@@ -138,6 +157,8 @@ DMC_ENVS = [
     "WalkerStand",
     "WalkerWalk",
 ]
+# EnvPool names one of them differently.
+TWENTY_TASKS = [f"{env}-v1".replace("BallInCup-", "BallInCupCatch-") for env in DMC_ENVS]
 HUMANOID_ENVS = [
     "G1JoystickFlatTerrain",
     "G1JoystickRoughTerrain",
@@ -191,9 +212,19 @@ HUMANOIDBENCH_TASKS = [
     "insert_normal",
     "insert_small",
 ]
+ISAACLAB_ENVS = [
+    "Isaac-Velocity-Flat-G1-v0",
+    "Isaac-Velocity-Rough-G1-v0",
+    "Isaac-Velocity-Flat-H1-v0",
+    "Isaac-Velocity-Rough-H1-v0",
+    "Isaac-Repose-Cube-Allegro-Direct-v0",
+    "Isaac-Repose-Cube-Shadow-Direct-v0",
+]
+THREE_SEEDS = [1, 2, 3]
 TEN_SEEDS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 CPU = {"device": "cpu", "total_timesteps": 1_000_000}
 CUDA = {"device": "cuda", "total_timesteps": 50_000_000}
+TWO_DOORS = {"device": "cpu", "total_timesteps": 200_000, "eval_points": 5, "eval_episodes": 200}
 HUMANOID_SETTINGS = {
     "gamma": 0.97,
     "vmin": -10,
@@ -201,16 +232,16 @@ HUMANOID_SETTINGS = {
     "normalize_reward": False,
     "num_minibatches": 16,
 }
-HUMANOIDBENCH_SETTINGS = {
-    "num_envs": 128,
-    "num_minibatches": 8,
-    "hidden_size": 256,
-    "gamma": 0.99,
-    "vmin": -250,
-    "vmax": 250,
-    "normalize_reward": False,
-    "alpha_init": 0.01,
-}
+
+# What the comparison needs first comes first.
+LAPTOP_STAGES = [
+    Stage(["trudi", "reppo", "ppo", "dime"], SIX_TASKS, THREE_SEEDS),
+    Stage(["trudi", "reppo", "ppo"], TWENTY_TASKS, THREE_SEEDS),
+    Stage(["dime"], TWENTY_TASKS, THREE_SEEDS),
+    Stage(["fpo", "dppo", "spo"], SIX_TASKS, THREE_SEEDS),
+    Stage(["fpo", "dppo", "spo"], TWENTY_TASKS, THREE_SEEDS),
+    Stage(["trudi", "reppo", "ppo", "dime", "fpo", "dppo", "spo"], SIX_TASKS, [4, 5]),
+]
 
 GRIDS = {
     "smoke": Grid(
@@ -221,11 +252,26 @@ GRIDS = {
         settings=CPU | {"total_timesteps": 16_384, "eval_points": 2, "eval_episodes": 2},
     ),
     "laptop": Grid(
-        summary="6 DMC tasks x 5 seeds x 1M steps on a CPU (two cores, eight hours)",
-        envs=LAPTOP_ENVS,
+        summary="the paper's 20 DMC tasks x 3 seeds (6 tasks: 5) x 1M steps on a CPU (a day)",
+        envs=TWENTY_TASKS,
         seeds=[1, 2, 3, 4, 5],
         algorithms=seven_algorithms("continuous"),
         settings=CPU,
+        stages=LAPTOP_STAGES,
+    ),
+    "two-doors": Grid(
+        summary="a task with two equally good ways: which algorithms keep both (an hour)",
+        envs=["two_doors:TwoDoors-v0"],
+        seeds=[1, 2, 3, 4, 5],
+        algorithms=seven_algorithms("continuous"),
+        settings=TWO_DOORS,
+    ),
+    "ablation-entropy": Grid(
+        summary="the same with other entropy targets of TruDi",
+        envs=["two_doors:TwoDoors-v0"],
+        seeds=THREE_SEEDS,
+        algorithms=entropy_variants(),
+        settings=TWO_DOORS,
     ),
     "paper-dmc": Grid(
         summary="the paper's 20 DMC tasks x 10 seeds x 50M steps on CUDA, by MuJoCo Playground",
@@ -251,34 +297,47 @@ GRIDS = {
         settings=CUDA,
     ),
     "paper-humanoidbench": Grid(
-        summary="the paper's 30 HumanoidBench tasks by Gymnasium (own virtual environment)",
-        envs=[f"humanoid_bench:h1hand-{task}-v0" for task in HUMANOIDBENCH_TASKS],
+        summary="the paper's 30 HumanoidBench tasks (own virtual environment)",
+        envs=[f"h1hand-{task}-v0" for task in HUMANOIDBENCH_TASKS],
         seeds=TEN_SEEDS,
-        algorithms=four_algorithms(
-            "continuous", settings=HUMANOIDBENCH_SETTINGS, ppo_settings={"num_envs": 128}
-        ),
+        algorithms=seven_algorithms("continuous"),
         settings=CUDA,
     ),
+    "paper-isaaclab": Grid(
+        summary="the paper's 6 Isaac Lab tasks, 300M steps each (where Isaac Lab is installed)",
+        envs=ISAACLAB_ENVS,
+        seeds=TEN_SEEDS,
+        algorithms=seven_algorithms("continuous"),
+        settings={"device": "cuda", "total_timesteps": 300_000_000},
+    ),
     "ablation-kl": Grid(
-        summary="TruDi with --kl-bound 0.01 to 50 (the paper's is on IsaacLab; here 3 DMC tasks)",
-        envs=ABLATION_ENVS,
-        seeds=[1, 2, 3],
+        summary="TruDi with --kl-bound 0.01 to 50 (the paper's is on IsaacLab; here 6 DMC tasks)",
+        envs=SIX_TASKS,
+        seeds=THREE_SEEDS,
         algorithms=kl_variants(),
         settings=CPU,
     ),
     "ablation-steps": Grid(
-        summary="TruDi with --diffusion-steps 1 to 32 (the same tasks)",
-        envs=ABLATION_ENVS,
-        seeds=[1, 2, 3],
+        summary="TruDi with --diffusion-steps 1 to 16 (the same tasks)",
+        envs=SIX_TASKS,
+        seeds=THREE_SEEDS,
         algorithms=step_variants(),
         settings=CPU,
     ),
     "ablation-sampler": Grid(
         summary="TruDi's finished runs of --from, evaluated with other samplers",
-        envs=LAPTOP_ENVS,
-        seeds=[1, 2, 3],
+        envs=SIX_TASKS,
+        seeds=THREE_SEEDS,
         algorithms=sampler_variants(),
         evaluates=True,
+    ),
+    "ablation-time": Grid(
+        summary="REPPO with the time that TruDi's runs of --from took on the same task",
+        envs=SIX_TASKS,
+        seeds=THREE_SEEDS,
+        algorithms=[Algorithm("reppo_matched", "reppo_continuous.py", {})],
+        settings=CPU,
+        same_time=True,
     ),
 }
 
@@ -342,7 +401,8 @@ def make_parser():
         type=given,
         metavar="DIR",
         dest="source",
-        help="ablation-sampler: results to evaluate (default: results/laptop)",
+        help="ablation-sampler, ablation-time: results to evaluate or to match "
+        "(default: results/laptop)",
     )
     parser.add_argument(
         "--task",
@@ -488,9 +548,35 @@ def choose_algorithms(args):
     return algorithms
 
 
+def seconds_per_step(folder, env):
+    """The pace of the fastest finished run of an algorithm on a task, or None."""
+    paces = []
+    for log in folder.glob(f"{env}_*/metrics.csv"):
+        if not (log.parent / "eval.json").exists():
+            continue
+        with log.open() as file:
+            rows = list(csv.DictReader(file))
+        if rows:
+            paces.append(float(rows[-1]["time/elapsed"]) / float(rows[-1]["global_step"]))
+    return min(paces, default=None)
+
+
+def steps_in_the_time_of_trudi(args, env, steps):
+    """How many steps REPPO makes on a task while TruDi makes `steps`."""
+    source = source_folder(args)
+    trudi = seconds_per_step(source / "trudi", env)
+    reppo = seconds_per_step(source / "reppo", env)
+    if trudi is None or reppo is None:
+        fail(f"{args.grid} needs finished runs of trudi and reppo on {env} in {source}")
+    return round(steps * trudi / reppo)
+
+
 def make_run(args, algorithm, env, seed):
     grid = GRIDS[args.grid]
     settings = algorithm.settings | grid.settings
+    if grid.same_time:
+        steps = settings["total_timesteps"]
+        settings["total_timesteps"] = steps_in_the_time_of_trudi(args, env, steps)
     if settings.get("device") == "cuda":
         workers = int(args.workers or 1)
         settings["torch_threads"] = max(number_of_cores() // workers, 1)
@@ -507,18 +593,33 @@ def make_run(args, algorithm, env, seed):
     )
 
 
-def make_runs(args):
-    """All runs of the grid. Seeds are outermost, so an interrupted grid has whole seeds."""
+def chosen(given, of_stage, of_grid):
+    """What the command line names, without what belongs to other stages; otherwise the stage's."""
+    if not given:
+        return of_stage
+    return [item for item in given if item in of_stage or item not in of_grid]
+
+
+def plan(args):
+    """(algorithm, env, seed) of all runs, stage by stage. In a stage seeds are outermost, so an
+    interrupted grid has whole seeds."""
     grid = GRIDS[args.grid]
-    envs = words(args.envs) if args.envs else grid.envs
-    seeds = [int(seed) for seed in words(args.seeds)] if args.seeds else grid.seeds
-    algorithms = choose_algorithms(args)
-    runs = []
-    for seed in seeds:
-        for env in envs:
-            for algorithm in algorithms:
-                runs.append(make_run(args, algorithm, env, seed))
-    return runs
+    envs = words(args.envs or "")
+    seeds = [int(seed) for seed in words(args.seeds or "")]
+    algorithms = {algorithm.label: algorithm for algorithm in choose_algorithms(args)}
+    stages = grid.stages or [Stage(list(algorithms), grid.envs, grid.seeds)]
+    runs = {}  # a later stage may name a run again
+    for stage in stages:
+        for seed in chosen(seeds, stage.seeds, grid.seeds):
+            for env in chosen(envs, stage.envs, grid.envs):
+                for label in stage.labels:
+                    if label in algorithms:
+                        runs.setdefault((label, env, seed), (algorithms[label], env, seed))
+    return list(runs.values())
+
+
+def make_runs(args):
+    return [make_run(args, algorithm, env, seed) for algorithm, env, seed in plan(args)]
 
 
 # === 4. Running them ===

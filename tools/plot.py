@@ -9,7 +9,8 @@ Folders are searched at any depth. A single CSV file is a run too, if it has a c
 and a column of returns.
 
 The tables are printed as Markdown. With --out, these figures are written: <env>.png for each task,
-tasks.png with all tasks, and aggregate_<suite>.png for each suite.
+tasks.png with all tasks, curves.png with a row for each task, over steps and over time, and
+aggregate_<suite>.png for each suite. Each has a fingerprint of its runs in its metadata.
 
 How a run is counted:
 - Its final value is the mean return (ManiSkill: success rate) in eval.json, under the run's own
@@ -28,6 +29,9 @@ How runs are combined:
 - The aggregate of a suite is the interquartile mean (IQM): the mean of the middle half of all runs
   on all tasks. It uses only the tasks that every algorithm has. DMC returns are divided by 1000.
 - Its 95 % interval is a stratified bootstrap: runs are resampled within each task.
+- Where some algorithms have more tasks, a second aggregate compares these on their common tasks.
+- The probability of improvement of one algorithm over another is the chance that a run of the first
+  ends above a run of the second on the same task, a tie counting half, averaged over the tasks.
 - "At the end" compares equal numbers of steps. "At equal time" compares, for each task, the moment
   at which the first run of any algorithm ended.
 - Up to five seeds, each run is drawn, because a bootstrap interval of so few runs is too narrow:
@@ -37,6 +41,8 @@ How runs are combined:
 import argparse
 import csv
 import dataclasses
+import functools
+import hashlib
 import itertools
 import json
 import re
@@ -108,6 +114,8 @@ FREE_SETTINGS = {
     "jax",
 }
 RENAMED_SETTINGS = {"normalise_reward": "normalize_reward"}
+DPI = 110
+DPI_OF_CURVES = 70  # curves.png is long
 FEW_SEEDS = 5  # up to this number each run is drawn
 
 
@@ -184,8 +192,9 @@ class Span(NamedTuple):
 class Aggregate:
     suite: str
     measure: Measure
-    tasks: list  # the tasks that all algorithms of the suite have
+    tasks: list  # the tasks that all of its algorithms have
     names: list  # its algorithms
+    everyone: bool = True  # whether these are all algorithms of the suite
 
 
 def stop(sentence):
@@ -223,6 +232,33 @@ def bootstrap(tasks, samples=2000, level=0.95, seed=0):
             resampled.append(column[:, point][choice])  # (samples, runs)
         ends[:, point] = np.percentile(iqm(np.concatenate(resampled, axis=1)), percentiles)
     return ends.reshape(2, *tasks[0].shape[1:])
+
+
+def probability_of_improvement(tasks, other_tasks):
+    """How likely a run ends above a run of the other algorithm on the same task.
+
+    Both have an array (..., runs) for each task, in the same order. A tie counts half. The result
+    is the mean over the tasks.
+    """
+    chances = []
+    for values, others in zip(tasks, other_tasks, strict=True):
+        difference = values[..., :, None] - others[..., None, :]  # (..., runs, other runs)
+        chances.append(((1 + np.sign(difference)) / 2).mean(axis=(-2, -1)))
+    return np.mean(chances, axis=0)
+
+
+def improvement_interval(tasks, other_tasks, samples=2000, level=0.95, seed=0):
+    """Interval of the probability of improvement, as an array (2,): lower and upper end.
+
+    Stratified bootstrap: the runs of each algorithm are drawn with replacement within each task.
+    """
+    rng = np.random.default_rng(seed)
+    resampled = []
+    for side in (tasks, other_tasks):
+        choices = [rng.integers(len(task), size=(samples, len(task))) for task in side]
+        resampled.append([task[choice] for task, choice in zip(side, choices, strict=True)])
+    percentiles = [50 * (1 - level), 50 * (1 + level)]
+    return np.percentile(probability_of_improvement(*resampled), percentiles)
 
 
 # === Reading runs ===
@@ -515,19 +551,46 @@ def suites_of(groups):
     return sorted({runs[0].suite for runs in groups.values()})
 
 
+def common_tasks(groups, names, tasks):
+    return [env for env in tasks if all((env, name) in groups for name in names)]
+
+
+def wider_comparison(groups, names, tasks):
+    """Some of the algorithms and their common tasks, where these are more than all have in common.
+
+    Of several choices the one with the most cells of a table; None if there is none.
+    """
+    num_common = len(common_tasks(groups, names, tasks))
+    num_tasks = {name: len(common_tasks(groups, [name], tasks)) for name in names}
+    best = None
+    for least in sorted(set(num_tasks.values())):
+        some = [name for name in names if num_tasks[name] >= least]
+        common = common_tasks(groups, some, tasks)
+        if len(some) < 2 or len(common) <= num_common:
+            continue
+        if best is None or len(some) * len(common) > len(best[0]) * len(best[1]):
+            best = some, common
+    return best
+
+
 def aggregates(groups):
-    """An Aggregate for each suite that has a common scale and a common task."""
+    """For each suite that has a common scale: all algorithms on the tasks that all have, then,
+    where some have more tasks, these algorithms on their common tasks."""
     result = []
     for suite in suites_of(groups):
         of_suite = {key: runs for key, runs in groups.items() if runs[0].suite == suite}
         measure = next(iter(of_suite.values()))[0].measure
+        if measure.scale is None:
+            continue
         names = [name for name in algorithms_of(groups) if name in algorithms_of(of_suite)]
-        tasks = []
-        for env in tasks_of(of_suite):
-            if all((env, name) in groups for name in names):
-                tasks.append(env)
-        if tasks and measure.scale is not None:
-            result.append(Aggregate(suite, measure, tasks, names))
+        tasks = tasks_of(of_suite)
+        common = common_tasks(groups, names, tasks)
+        if common:
+            result.append(Aggregate(suite, measure, common, names))
+        wider = wider_comparison(groups, names, tasks)
+        if wider:
+            some, common = wider
+            result.append(Aggregate(suite, measure, common, some, everyone=False))
     return result
 
 
@@ -679,16 +742,20 @@ def scaled_label(measure):
     return label
 
 
-def evaluation_label(groups, env):
+def measure_of_task(groups, env):
     for (task, _), runs in groups.items():
         if task == env:
-            return f"evaluation {metric_label(runs[0].measure)}"
+            return runs[0].measure
     raise KeyError(env)
+
+
+def evaluation_label(groups, env):
+    return f"evaluation {metric_label(measure_of_task(groups, env))}"
 
 
 def draw_task(groups, env, palette):
     """One task over steps and over time."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained", dpi=DPI)
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, axis in [(left, step_axis()), (right, time_axis(groups))]:
         plot_task(axes, groups, env, axis, palette)
@@ -702,7 +769,7 @@ def draw_overview(groups, envs, palette):
     """All tasks over steps, a panel each."""
     columns = min(len(envs), 5 if len(envs) > 6 else 3)
     rows = -(-len(envs) // columns)  # rounded up
-    figure = Figure(figsize=(3.6 * columns, 2.8 * rows + 0.5), layout="constrained")
+    figure = Figure(figsize=(3.6 * columns, 2.8 * rows + 0.5), layout="constrained", dpi=DPI)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in panels[len(envs) :]:
         axes.axis("off")
@@ -718,6 +785,22 @@ def draw_overview(groups, envs, palette):
     )
     figure.supxlabel("env steps")
     figure.supylabel(" or ".join(sorted({evaluation_label(groups, env) for env in envs})))
+    return figure
+
+
+def draw_curves(groups, envs, palette):
+    """A row for each task: over steps, over time."""
+    size = (9, 2.1 * len(envs) + 0.5)
+    figure = Figure(figsize=size, layout="constrained", dpi=DPI_OF_CURVES)
+    rows = figure.subplots(len(envs), 2, squeeze=False, sharey="row")
+    for env, (left, right) in zip(envs, rows, strict=True):
+        plot_task(left, groups, env, step_axis(), palette)
+        plot_task(right, groups, env, time_axis(groups), palette)
+        left.xaxis.set_major_formatter(EngFormatter(sep=""))
+        left.set_ylabel(metric_label(measure_of_task(groups, env)))
+        left.legend(frameon=False, fontsize=6)
+    rows[-1][0].set_xlabel(step_axis().label)
+    rows[-1][1].set_xlabel(time_axis(groups).label)
     return figure
 
 
@@ -769,7 +852,7 @@ def plot_final_values(axes, groups, aggregate, palette):
 
 def draw_aggregate(groups, aggregate, palette):
     """A suite over steps, over time, and at the end."""
-    figure = Figure(figsize=(14, 4), layout="constrained")
+    figure = Figure(figsize=(14, 4), layout="constrained", dpi=DPI)
     by_steps, by_time, at_the_end = figure.subplots(1, 3)
     plot_aggregate_curves(by_steps, groups, aggregate, step_axis(), palette)
     plot_aggregate_curves(by_time, groups, aggregate, time_axis(groups), palette)
@@ -790,22 +873,47 @@ def has_curves(groups, env):
     return False
 
 
-def draw(groups, folder):
-    """Write all figures and return their names."""
+def fingerprint(groups):
+    """A text that changes with any run that is drawn. Figures keep it in their metadata."""
+    content = []
+    for (env, name), runs in groups.items():
+        for run in runs:
+            numbers = np.concatenate([*run.curve, [run.final]])
+            content.append([env, name, run.seed, [f"{value:.6g}" for value in numbers]])
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def figures_of(groups):
+    """file name -> function that draws it"""
     palette = choose_colors(algorithms_of(groups))
     envs = [env for env in tasks_of(groups) if has_curves(groups, env)]
     figures = {}
     for env in envs:
         file_name = re.sub("[^A-Za-z0-9.-]", "_", env)
-        figures[f"{file_name}.png"] = draw_task(groups, env, palette)
+        figures[f"{file_name}.png"] = functools.partial(draw_task, groups, env, palette)
     if len(envs) > 1:
-        figures["tasks.png"] = draw_overview(groups, envs, palette)
+        figures["tasks.png"] = functools.partial(draw_overview, groups, envs, palette)
+        figures["curves.png"] = functools.partial(draw_curves, groups, envs, palette)
     for aggregate in aggregates(groups):
         file_name = aggregate.suite.replace(" ", "_")
-        figures[f"aggregate_{file_name}.png"] = draw_aggregate(groups, aggregate, palette)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures.items():
-        figure.savefig(folder / name, dpi=110)
+        if not aggregate.everyone:
+            file_name += "_more_tasks"
+        figures[f"aggregate_{file_name}.png"] = functools.partial(
+            draw_aggregate, groups, aggregate, palette
+        )
+    return figures
+
+
+def save_figure(figure, path, groups):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi="figure", metadata={"Runs": fingerprint(groups)})
+
+
+def draw(groups, folder):
+    """Write all figures and return their names."""
+    figures = figures_of(groups)
+    for name, make_figure in figures.items():
+        save_figure(make_figure(), folder / name, groups)
     return list(figures)
 
 
@@ -917,6 +1025,7 @@ def aggregate_row(groups, aggregate, name):
 
 def aggregate_table(groups, aggregate):
     tasks = ", ".join(aggregate.tasks)
+    who = "all" if aggregate.everyone else "these"
     titles = [
         "algorithm",
         "IQM at the end",
@@ -929,7 +1038,7 @@ def aggregate_table(groups, aggregate):
     ]
     label = scaled_label(aggregate.measure)
     lines = [
-        f"{aggregate.suite}, {label}, over the tasks that all have: {tasks}.",
+        f"{aggregate.suite}, {label}, over the tasks that {who} have: {tasks}.",
         "",
         table_line(titles),
         table_rule(len(titles)),

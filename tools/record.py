@@ -3,8 +3,8 @@
     python tools/record.py runs/FOLDER                          # runs/FOLDER/best.pt
     python tools/record.py runs/FOLDER --checkpoint policy.pt --episodes 3 --out video.gif
 
-A task is simulated and drawn by what trained it, EnvPool or Gymnasium, and one of ManiSkill by its
-simulator of one environment. Playground's tasks cannot be filmed yet.
+A task is simulated and drawn by what trained it: EnvPool, Gymnasium, mjlab or Isaac Lab, and one of
+ManiSkill by its simulator of one environment. Playground's tasks cannot be filmed yet.
 MuJoCo needs OpenGL: without a display it draws by EGL, or by what MUJOCO_GL names (egl, osmesa).
 ManiSkill needs Vulkan.
 A long episode is shown in fast motion: the film has at most 250 pictures, 20 a second.
@@ -87,13 +87,21 @@ def make_env(script, args):
 
         mujoco.GLContext(480, 480).make_current()  # EnvPool draws into this context
     seed = 10_007 * args.seed + 5_000  # of the first environment of the final evaluation
+    if args.backend in ("isaaclab", "mjlab"):
+        from simulators import isaaclab_env
+
+        args.num_envs = 1  # not those of the training
+        return isaaclab_env.VecEnv(args, 1, seed, render_mode="rgb_array")
     return script.VecEnv(args, 1, seed, render_mode="rgb_array")
 
 
 def picture(envs):
     """What the environment looks like now, (height, width, 3)"""
-    frame = envs.env.render()[0]  # EnvPool draws its first environment, Gymnasium all
-    return np.array(frame, dtype=np.uint8)
+    is_control_suite = type(envs.env).__name__.startswith("Dmc")  # EnvPool's
+    camera = {"camera_id": 0} if is_control_suite else {}  # it moves with a robot
+    frame = np.array(envs.env.render(**camera), dtype=np.uint8)
+    # EnvPool draws its first environment, Gymnasium all, Isaac Lab and mjlab one picture
+    return frame[0] if frame.ndim == 4 else frame
 
 
 @torch.no_grad()

@@ -1,10 +1,13 @@
-"""Writes what README.md and the pages in docs/ take from results/ and from the scripts.
+"""Writes what README.md and the pages in docs/ take from results/ and from the scripts, the figures
+of these pages, and docs/results.html.
 
     python tools/write_tables.py
 
 Between `<!-- python tools/plot.py ARGUMENTS -->` and `<!-- end -->` stands what this command
 prints. Between `<!-- diff: ONE.py OTHER.py -->` and `<!-- end diff -->` stand the functions of two
-scripts that play the same part, as a diff. tests/test_docs.py checks that the pages are up to date.
+scripts that play the same part, as a diff. Between `<!-- results: NAME -->` and
+`<!-- end results -->` stands a section of tools/results_page.py. tests/test_docs.py and
+tests/test_results_page.py check that the pages are up to date.
 """
 
 import ast
@@ -17,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"<!-- python tools/plot\.py (.*?) -->\n.*?<!-- end -->", re.S)
+RESULTS = re.compile(r"<!-- results: (\S+) -->\n.*?<!-- end results -->", re.S)
 DIFF = re.compile(r"<!-- diff: (\S+) (\S+) -->\n.*?<!-- end diff -->", re.S)
 # (script, other script): its functions and those of the other one that play the same part
 COUNTERPARTS = {
@@ -97,7 +101,8 @@ def script_diff(one, other):
 
 
 def renewed(text):
-    """The text of a page with up-to-date tables and diffs."""
+    """The text of a page with up-to-date tables, sections and diffs."""
+    from tools import results_page
 
     def table(match):
         return f"<!-- python tools/plot.py {match[1]} -->\n{plot_table(match[1])}<!-- end -->"
@@ -106,16 +111,39 @@ def renewed(text):
         body = script_diff(match[1], match[2])
         return f"<!-- diff: {match[1]} {match[2]} -->\n{body}<!-- end diff -->"
 
-    return DIFF.sub(diff, TABLE.sub(table, text))
+    def section(match):
+        body = results_page.markdown(match[1])
+        return f"<!-- results: {match[1]} -->\n{body}<!-- end results -->"
+
+    return DIFF.sub(diff, RESULTS.sub(section, TABLE.sub(table, text)))
 
 
 def main():
+    from tools import results_page
+
     for page in pages():
         before = page.read_text()
         after = renewed(before)
         if after != before:
             page.write_text(after)
             print(f"updated {page.relative_to(ROOT)}")
+    for figure in results_page.write_figures():
+        print(f"updated {figure}")
+    if results_page.write_page():
+        print("updated docs/results.html")
+        take_screenshot()
+
+
+def take_screenshot():
+    """docs/figures/results_page.png, where there is a browser."""
+    from tools import browser
+
+    if browser.missing():
+        print(f"docs/figures/results_page.png is as before: {browser.missing()}")
+        return
+    with browser.opened(ROOT / "docs/results.html") as driver:
+        driver.save_screenshot(ROOT / "docs/figures/results_page.png")
+    print("updated docs/figures/results_page.png")
 
 
 if __name__ == "__main__":
