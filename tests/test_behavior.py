@@ -130,3 +130,24 @@ def test_the_picture(tmp_path, capsys):
     for line in lines:
         *counts, total = [int(word) for word in line.replace(",", "").split() if word.isdigit()]
         assert sum(counts) == total == 40
+
+
+def test_table_of_ways(tmp_path):
+    """Entropies and returns of the run's own sampler; undefined ones are not averaged."""
+
+    def write(folder, counts, entropy, **settings):
+        folder.mkdir(parents=True)
+        (folder / "args.json").write_text(json.dumps({"eval_sampler": "ode"} | settings))
+        ways = {"successes_by_mode": counts, "entropy": entropy, "paper_entropy": 0.5}
+        table = {"ode": {"mean": float(sum(counts)), "behavior": ways}, "sde": {}}
+        (folder / "eval.json").write_text(json.dumps(table))
+
+    write(tmp_path / "trudi/a_1", [10, 30], 0.8)
+    write(tmp_path / "trudi/a_2", [20, 22], 1.0)
+    write(tmp_path / "reppo/a_1", [3, 0], None)
+    (tmp_path / "ppo").mkdir()  # nothing has finished
+    rows = plot_modes.mode_table(tmp_path).splitlines()[2:]
+    assert rows == [
+        "| REPPO | 1 | 3.0 | 3 : 0 | - | - |",
+        "| TruDi | 2 | 41.0 | 10 : 30, 20 : 22 | 0.80, 1.00 | 0.90 |",
+    ]

@@ -60,7 +60,37 @@ def draw(axes, positions, modes):
         color = COLORS[mode % len(COLORS)] if mode >= 0 else NO_MODE
         axes.plot(positions[:, i, 0], positions[:, i, 1], color=color, alpha=alpha, linewidth=1)
     axes.plot(*positions[0].mean(axis=0), "ko", markersize=5)
-    axes.set_aspect("equal")
+    axes.set_xlabel("first coordinate")
+
+
+def mode_table(folder):
+    """Which ways the runs of a grid take in their last evaluation, as a table in Markdown.
+
+    folder/ALGORITHM/RUN has args.json and eval.json of a run; the sampler is the run's own.
+    """
+    from tools.plot import display_name
+
+    lines = [
+        "| algorithm | runs | return | successes of each way, run by run | entropy | mean |",
+        "|---|---|---|---|---|---|",
+    ]
+    for algorithm in sorted(path for path in folder.iterdir() if path.is_dir()):
+        results = []
+        for path in sorted(algorithm.glob("*/eval.json")):
+            settings = json.loads((path.parent / "args.json").read_text())
+            results.append(json.loads(path.read_text())[settings["eval_sampler"]])
+        if not results:
+            continue
+        name = display_name(algorithm.name, settings)
+        returns = np.mean([result["mean"] for result in results])
+        behaviors = [result["behavior"] for result in results]
+        counts = [" : ".join(map(str, ways["successes_by_mode"])) for ways in behaviors]
+        entropies = [ways["entropy"] for ways in behaviors]
+        shown = ["-" if entropy is None else f"{entropy:.2f}" for entropy in entropies]
+        mean = "-" if None in entropies else f"{np.mean(entropies):.2f}"
+        cells = [name, len(results), f"{returns:.1f}", ", ".join(counts), ", ".join(shown), mean]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main(argv=None):
@@ -82,6 +112,7 @@ def main(argv=None):
         name = display_name(settings["script"], settings)
         axes.set_title(f"{name}: {' and '.join(counts)} episodes")
         print(f"{folder}: {name} takes each way in {', '.join(counts)} of {args.episodes} episodes")
+    panels[0].set_ylabel("second coordinate")
     figure.savefig(args.out, dpi=110)
 
 

@@ -6,8 +6,9 @@ of these pages, and docs/results.html.
 Between `<!-- python tools/plot.py ARGUMENTS -->` and `<!-- end -->` stands what this command
 prints. Between `<!-- diff: ONE.py OTHER.py -->` and `<!-- end diff -->` stand the functions of two
 scripts that play the same part, as a diff. Between `<!-- results: NAME -->` and
-`<!-- end results -->` stands a section of tools/results_page.py. tests/test_docs.py and
-tests/test_results_page.py check that the pages are up to date.
+`<!-- end results -->` stands a section of tools/results_page.py, and between
+`<!-- modes: FOLDER -->` and `<!-- end modes -->` the table of tools/plot_modes.py.
+tests/test_docs.py and tests/test_results_page.py check that the pages are up to date.
 """
 
 import ast
@@ -21,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"<!-- python tools/plot\.py (.*?) -->\n.*?<!-- end -->", re.S)
 RESULTS = re.compile(r"<!-- results: (\S+) -->\n.*?<!-- end results -->", re.S)
+MODES = re.compile(r"<!-- modes: (\S+) -->\n.*?<!-- end modes -->", re.S)
 DIFF = re.compile(r"<!-- diff: (\S+) (\S+) -->\n.*?<!-- end diff -->", re.S)
 # (script, other script): its functions and those of the other one that play the same part
 COUNTERPARTS = {
@@ -102,7 +104,7 @@ def script_diff(one, other):
 
 def renewed(text):
     """The text of a page with up-to-date tables, sections and diffs."""
-    from tools import results_page
+    from tools import plot_modes, results_page
 
     def table(match):
         return f"<!-- python tools/plot.py {match[1]} -->\n{plot_table(match[1])}<!-- end -->"
@@ -115,6 +117,11 @@ def renewed(text):
         body = results_page.markdown(match[1])
         return f"<!-- results: {match[1]} -->\n{body}<!-- end results -->"
 
+    def modes(match):
+        body = plot_modes.mode_table(ROOT / match[1])
+        return f"<!-- modes: {match[1]} -->\n{body}<!-- end modes -->"
+
+    text = MODES.sub(modes, text)
     return DIFF.sub(diff, RESULTS.sub(section, TABLE.sub(table, text)))
 
 
