@@ -128,9 +128,9 @@ CPU_DEFAULTS = dict(
 HUMANOIDBENCH = dict(
     num_envs=128,
     num_minibatches=8,
-    torch_threads=min(32, os.cpu_count()),
+    torch_threads=min(32, len(os.sched_getaffinity(0))),
 )
-# A core makes about 450 steps/s of it, so a run has few of them, and short evaluations.
+# A core makes a few hundred steps/s of it, so a run has few of them, and short evaluations.
 CPU_HUMANOIDBENCH = CPU_DEFAULTS | dict(
     num_envs=16,
     num_steps=128,
@@ -145,11 +145,11 @@ ISAACLAB = dict(
     num_steps=64,
     gamma=0.97,
 )
-# mjlab makes about 130 steps/s on a CPU.
+# mjlab makes one or two hundred steps/s on a CPU.
 CPU_ISAACLAB = CPU_DEFAULTS | dict(eval_points=10)
 # Tasks by EnvPool that are much like those of Isaac Lab.
 STAND_IN = dict(gamma=0.97)
-SUITES = {  # suite -> what differs from Args; on a CPU also from CPU_DEFAULTS
+SUITES = {  # suite -> what differs from Args; a CPU then takes CPU_DEFAULTS or CPU_SUITES
     "HumanoidBench": HUMANOIDBENCH,
     "IsaacLab": ISAACLAB,
     "mjlab": ISAACLAB,
@@ -190,11 +190,12 @@ def parse_args(argv=None):
         saved = Args(**checkpoint["args"])
         backend = saved.backend
         defaults = replace(saved, run_dir="", resume="", evaluate="", track=False)
+        defaults.torch_threads = min(saved.torch_threads, os.cpu_count())  # of this machine
     else:
         backend, suite = choose_backend(given.env_id, given.backend, device)
         chosen = SUITES.get(suite, {})
         if device == "cpu":
-            chosen = CPU_DEFAULTS | chosen | CPU_SUITES.get(suite, {})
+            chosen = chosen | CPU_SUITES.get(suite, CPU_DEFAULTS)
         if suite == "other":
             chosen = chosen | dict(gamma=default_gamma(given.env_id, backend))
         defaults = Args(**chosen)
@@ -298,13 +299,17 @@ def default_gamma(env_id, backend):
             steps = envpool.make_spec(env_id).config.max_episode_steps
         elif backend == "gymnasium":
             module, _, name = env_id.rpartition(":")
+            if os.getcwd() not in sys.path:
+                sys.path.insert(0, os.getcwd())  # for the user's own module:Id
             if module:
-                sys.path.append(os.getcwd())
                 importlib.import_module(module)
             steps = gym.spec(name).max_episode_steps
     except Exception:
         pass  # make_envs says what is wrong
-    return min(0.99, 1 - 3 / max(steps, 6)) if steps else 0.99
+    if not steps:
+        return 0.99
+    look_ahead = max(2, steps / 3)
+    return min(0.99, 1 - 1 / look_ahead)
 
 
 def make_envs(args, num_envs, seed, **kwargs):

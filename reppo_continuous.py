@@ -87,7 +87,8 @@ class Args:
     num_minibatches: int = 64  # minibatches per epoch
     update_epochs: int = 8  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
-    warmup_iterations: int = 0  # first iterations, in which the policy does not learn yet
+    # first iterations, at most a fifth of all, in which the policy does not learn yet
+    warmup_iterations: int = 0
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
     actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
     alpha_learning_rate: float = 3e-4  # Adam's learning rate for the temperature
@@ -150,9 +151,9 @@ OTHER_TASK = dict(
     vmax=150.0,
     num_bins=151,
 )
-# There the policy waits until the critic knows what random actions are worth, and moves in smaller
-# steps: else it goes for the first of several equally good ways, and forgets the others.
-CPU_OTHER_TASK = dict(
+# There the policy waits until the critic knows what random actions are worth: else it takes the
+# first of several equally good ways. Then each minibatch has a policy step, of a smaller rate.
+CPU_OTHER_TASK = CPU_DEFAULTS | dict(
     num_envs=64,
     num_steps=64,
     update_epochs=4,
@@ -174,16 +175,14 @@ HUMANOIDBENCH = dict(
     vmin=-250.0,
     vmax=250.0,
     num_bins=151,
-    torch_threads=min(32, os.cpu_count()),
+    torch_threads=min(32, len(os.sched_getaffinity(0))),
 )
-# A core makes about 450 steps/s of it, so a run has few of them, and short evaluations.
-CPU_HUMANOIDBENCH = CPU_DEFAULTS | CPU_OTHER_TASK
-CPU_HUMANOIDBENCH |= dict(
+# A core makes a few hundred steps/s of it, so a run has few of them, and short evaluations.
+CPU_HUMANOIDBENCH = CPU_OTHER_TASK | dict(
     num_envs=16,
     num_minibatches=8,
     update_epochs=8,
     learning_rate=1e-3,
-    actor_learning_rate=1e-3,
     torch_threads=1,
     eval_points=10,
     eval_episodes=8,
@@ -199,11 +198,11 @@ ISAACLAB = dict(
     vmax=10.0,
     num_bins=151,
 )
-# mjlab makes about 130 steps/s on a CPU.
-CPU_ISAACLAB = CPU_DEFAULTS | CPU_OTHER_TASK | dict(num_envs=32, eval_points=10)
+# mjlab makes one or two hundred steps/s on a CPU.
+CPU_ISAACLAB = CPU_OTHER_TASK | dict(num_envs=32, eval_points=10)
 # Tasks by EnvPool that are much like those of Isaac Lab, with rewards of other scales.
 STAND_IN = OTHER_TASK | dict(gamma=0.97)
-SUITES = {  # suite -> what differs from Args; on a CPU also from CPU_DEFAULTS
+SUITES = {  # suite -> what differs from Args; a CPU then takes CPU_DEFAULTS or CPU_SUITES
     "other": OTHER_TASK,
     "HumanoidBench": HUMANOIDBENCH,
     "IsaacLab": ISAACLAB,
@@ -263,11 +262,12 @@ def parse_args(argv=None):
         saved = Args(**checkpoint["args"])
         backend = saved.backend
         defaults = replace(saved, run_dir="", resume="", evaluate="", track=False)
+        defaults.torch_threads = min(saved.torch_threads, os.cpu_count())  # of this machine
     else:
         backend, suite = choose_backend(given.env_id, given.backend, device)
         chosen = SUITES.get(suite, {})
         if device == "cpu":
-            chosen = CPU_DEFAULTS | chosen | CPU_SUITES.get(suite, {})
+            chosen = chosen | CPU_SUITES.get(suite, CPU_DEFAULTS)
         for task, bound in WIDE_RANGES.items():
             if task in given.env_id:
                 chosen = chosen | dict(vmin=-bound, vmax=bound)
@@ -382,13 +382,17 @@ def default_gamma(env_id, backend):
             steps = envpool.make_spec(env_id).config.max_episode_steps
         elif backend == "gymnasium":
             module, _, name = env_id.rpartition(":")
+            if os.getcwd() not in sys.path:
+                sys.path.insert(0, os.getcwd())  # for the user's own module:Id
             if module:
-                sys.path.append(os.getcwd())
                 importlib.import_module(module)
             steps = gym.spec(name).max_episode_steps
     except Exception:
         pass  # make_envs says what is wrong
-    return min(0.99, 1 - 3 / max(steps, 6)) if steps else 0.99
+    if not steps:
+        return 0.99
+    look_ahead = max(2, steps / 3)
+    return min(0.99, 1 - 1 / look_ahead)
 
 
 def make_envs(args, num_envs, seed, **kwargs):
@@ -1378,8 +1382,8 @@ def train(
         start = time.perf_counter()
         share_done = (iteration - 1) / num_iterations
         learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
-        if iteration <= args.warmup_iterations:  # only the critic learns
-            learning_rate = 0.0
+        if iteration <= min(args.warmup_iterations, num_iterations // 5):
+            learning_rate = 0.0  # the policy stands still; critic and duals learn
         actor_optimizer.param_groups[0]["lr"].fill_(learning_rate)
         kl_bound = args.kl_bound * (args.kl_bound_end / args.kl_bound) ** share_done
         args_now.kl_bound.fill_(kl_bound)

@@ -99,7 +99,8 @@ class Args:
     num_minibatches: int = 64  # minibatches per epoch
     update_epochs: int = 4  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
-    warmup_iterations: int = 0  # first iterations, in which the policy does not learn yet
+    # first iterations, at most a fifth of all, in which the policy does not learn yet
+    warmup_iterations: int = 0
     learning_rate: float = 3e-4  # Adam's learning rate for the critic
     actor_learning_rate: float = 3e-4  # Adam's learning rate for the policy
     alpha_learning_rate: float = 3e-4  # Adam's learning rate for the temperature
@@ -1288,8 +1289,8 @@ def train(
         start = time.perf_counter()
         share_done = (iteration - 1) / num_iterations
         learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
-        if iteration <= args.warmup_iterations:  # only the critic learns
-            learning_rate = 0.0
+        if iteration <= min(args.warmup_iterations, num_iterations // 5):
+            learning_rate = 0.0  # the policy stands still; critic and duals learn
         actor_optimizer.param_groups[0]["lr"].fill_(learning_rate)
         kl_bound = args.kl_bound * (args.kl_bound_end / args.kl_bound) ** share_done
         args_now.kl_bound.fill_(kl_bound)

@@ -286,27 +286,25 @@ def test_defaults_are_those_of_the_device(script):
 
 
 # === Warm-up ===
-def trained_weights(folder, script, num_iterations, warmup):
-    """-> weights of the policy, weights of the critic, after some iterations"""
-    steps = num_iterations * BATCH
-    flags = ["--total-timesteps", steps, "--warmup-iterations", warmup, "--run-dir", folder]
-    run("--env-id", CLOCK, *TINY, *flags, script=script)
-    agent = torch.load(folder / "policy.pt", weights_only=True)["agent"]
-    policy = {}
-    critic = {}
-    for name, values in agent.items():
-        if name.startswith("policy.") and "normalizer" not in name:
-            policy[name] = values
-        if name.startswith("critic."):
-            critic[name] = values
-    return policy, critic
-
-
 @pytest.mark.parametrize("script", [trudi, reppo], ids=lambda script: script.SCRIPT)
-def test_policy_waits_for_the_critic(tmp_path, script):
-    policy, critic = trained_weights(tmp_path / "a", script, num_iterations=1, warmup=2)
-    later_policy, later_critic = trained_weights(tmp_path / "b", script, 2, warmup=2)
-    last_policy, _ = trained_weights(tmp_path / "c", script, num_iterations=3, warmup=2)
-    assert policy and all((policy[name] == later_policy[name]).all() for name in policy)
-    assert any((critic[name] != later_critic[name]).any() for name in critic)
-    assert any((policy[name] != last_policy[name]).any() for name in policy)
+@pytest.mark.parametrize("warmup, waiting", [(0, 0), (1, 1), (9, 2)])  # at most a fifth of ten
+def test_policy_waits_for_the_critic(monkeypatch, tmp_path, script, warmup, waiting):
+    stood_still = []
+    critic_learned = []
+    update = script.update
+
+    def observed_update(agent, *others):
+        policy = [parameter.clone() for parameter in agent.policy.parameters()]
+        critic = [parameter.clone() for parameter in agent.critic.parameters()]
+        metrics = update(agent, *others)
+        policies = zip(policy, agent.policy.parameters(), strict=True)
+        critics = zip(critic, agent.critic.parameters(), strict=True)
+        stood_still.append(all((before == after).all() for before, after in policies))
+        critic_learned.append(any((before != after).any() for before, after in critics))
+        return metrics
+
+    monkeypatch.setattr(script, "update", observed_update)
+    flags = ["--total-timesteps", 10 * BATCH, "--warmup-iterations", warmup]
+    run("--env-id", CLOCK, *TINY, *flags, "--run-dir", tmp_path / "run", script=script)
+    assert stood_still == [True] * waiting + [False] * (10 - waiting)
+    assert all(critic_learned)
