@@ -111,7 +111,8 @@ shared_models = weakref.WeakValueDictionary()  # path -> MuJoCo model
 def make_simulation(self):
     """Instead of HumanoidEnv._initialize_simulation: environments of a process share a model.
 
-    Simulation only reads it, and it is 66 to 75 MB of meshes and textures.
+    Simulation only reads it, and it is 66 to 75 MB of meshes and textures. maze writes colors to it,
+    which no observation shows.
     """
     import mujoco
 
@@ -121,9 +122,9 @@ def make_simulation(self):
         model = load_model(path)
     if not any(task in Path(path).name for task in MOVE_BODIES):
         shared_models[path] = model
-    size = model.vis.global_
-    size.offwidth = max(size.offwidth, self.width)
-    size.offheight = max(size.offheight, self.height)
+    visual = model.vis.global_
+    visual.offwidth = max(visual.offwidth, self.width)
+    visual.offheight = max(visual.offheight, self.height)
     return model, mujoco.MjData(model)
 
 
@@ -179,7 +180,8 @@ def make(env_id, render_mode=None, **kwargs):
 def make_vec(env_id, num_envs, num_workers=0, **kwargs):
     """A batch; only reset_mask and seed restart its environments, step never does.
 
-    num_workers: processes that simulate, of all processes of torchrun; 0 or 1 is this process.
+    num_workers: processes that simulate, shared by the processes of torchrun. With 0 or 1 this
+    process simulates.
     """
     import_suite()
     num_workers //= int(os.environ.get("WORLD_SIZE", 1))

@@ -73,7 +73,10 @@ def open_mjlab(env_id, num_envs, seed, device, render_mode, overrides):
     cfg.seed = seed
     for name, value in overrides.items():
         setattr(cfg, name, value)
-    print(f"making {num_envs} envs; the first time their code is compiled, about 90 s", flush=True)
+    print(
+        f"making {num_envs} envs; the first time their code is compiled, a minute or two",
+        flush=True,
+    )
     with contextlib.redirect_stdout(io.StringIO()):  # a hundred lines about the task
         env = ManagerBasedRlEnv(cfg, device=device, render_mode=render_mode)
     return env, None
@@ -262,6 +265,9 @@ class VecEnv:
     """
 
     def __init__(self, args, num_envs, seed, stagger=False, render_mode=None, **overrides):
+        if args.num_steps < 2:
+            reason = "the step after an evaluation is not trained on"
+            raise ValueError(f"num_steps must be at least 2: {reason}")
         self.num_envs = num_envs
         self.device = torch.device(args.device)
         self.seed = seed % 2**30  # of the first reset

@@ -210,6 +210,8 @@ def obey(shares, command, batch, content):
         share.reset(is_seeded=False, options={})
     elif command == "reset":
         share.reset(**content)
-    else:
+    elif command == "share":
         share.take(**content)
+    else:
+        raise ValueError(f"unknown command {command}")
     return None

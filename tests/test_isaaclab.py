@@ -349,6 +349,14 @@ def test_a_second_task_is_refused(fake, capsys):
     assert "one simulator per process: leave --eval-env-id empty" in refusal(capsys, MANAGER)
 
 
+def test_rollouts_of_one_step_are_refused(fake, capsys):
+    """After an evaluation they would hold nothing that can be trained on."""
+    args = trudi.Args(env_id="Isaac-Clock-Direct-v0", backend="isaaclab", device="cpu", num_steps=1)
+    with pytest.raises(SystemExit):
+        trudi.make_envs(args, 3, seed=5)
+    assert "num_steps must be at least 2" in capsys.readouterr().err
+
+
 def test_an_unknown_task_is_refused(fake, capsys):
     assert "isaaclab cannot make Isaac-Nothing-v0" in refusal(capsys, "Isaac-Nothing-v0")
 
