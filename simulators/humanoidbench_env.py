@@ -111,7 +111,7 @@ shared_models = weakref.WeakValueDictionary()  # path -> MuJoCo model
 def make_simulation(self):
     """Instead of HumanoidEnv._initialize_simulation: environments of a process share a model.
 
-    Simulation only reads it, and it is 66 to 75 MB of meshes and textures. maze writes colors to it,
+    Simulation only reads it, and it is 66 to 75 MB of meshes and textures. maze writes colors,
     which no observation shows.
     """
     import mujoco
