@@ -374,7 +374,7 @@ def display_name(label, settings):
     label = re.sub("_(continuous|maniskill)$", "", label)
     base, _, variant = label.partition("_")
     if base in NAMES and label not in NAMES:
-        spaced = re.sub("(?<=[a-z])(?=[0-9])", " ", variant)
+        spaced = re.sub("(?<=[a-z])(?=-?[0-9])", " ", variant)
         return f"{NAMES[base]} {spaced}"
     if settings and label not in NAMES:
         label = guess_algorithm(settings)
