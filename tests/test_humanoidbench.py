@@ -300,6 +300,7 @@ def start_training(folder):
 
 @needs_proc
 @pytest.mark.slow
+@pytest.mark.extended  # as with ManiSkill's workers
 def test_signals_reach_the_trainer_alone(tmp_path):
     """As by Ctrl-C: the whole group gets the signal, and only the trainer listens."""
     process, workers, pids = start_training(tmp_path / "run")
@@ -315,6 +316,7 @@ def test_signals_reach_the_trainer_alone(tmp_path):
 
 @needs_proc
 @pytest.mark.slow
+@pytest.mark.extended  # as with ManiSkill's workers
 def test_a_killed_trainer_leaves_no_process(tmp_path):
     process, _, pids = start_training(tmp_path / "run")
     process.kill()
@@ -324,6 +326,7 @@ def test_a_killed_trainer_leaves_no_process(tmp_path):
 
 @needs_proc
 @pytest.mark.slow
+@pytest.mark.extended  # as with ManiSkill's workers
 def test_a_killed_worker_ends_the_run_with_one_sentence(tmp_path):
     process, workers, pids = start_training(tmp_path / "run")
     os.kill(workers[0], signal.SIGKILL)
