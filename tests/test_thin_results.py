@@ -4,7 +4,10 @@ import csv
 import json
 
 import pytest
+import torch
+from run_helpers import train
 
+import trudi_continuous as trudi
 from tools import thin_results
 
 BATCH_SIZE = 4 * 8
@@ -18,7 +21,7 @@ def run_dir(tmp_path):
     folder.mkdir(parents=True)
     (folder / "args.json").write_text(json.dumps({"num_envs": 4, "num_steps": 8}))
     (folder / "eval.json").write_text("{}")
-    (folder / "policy.pt").write_bytes(b"weights")
+    (folder / "curve.png").write_bytes(b"picture")
     lines = ["global_step,time/elapsed,charts/episode_return,eval/return,policy/kl"]
     for iteration in range(1, 35):
         elapsed = iteration / 3
@@ -81,3 +84,30 @@ def test_missing_folder(tmp_path, capsys):
     with pytest.raises(SystemExit):
         thin_results.main([str(tmp_path / "nowhere")])
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_a_policy_in_half_precision(tmp_path):
+    """It is smaller, acts as before but for rounding, and keeps its moments to the bit."""
+    run = tmp_path / "run"
+    train(run)
+    path = run / "policy.pt"
+    size = path.stat().st_size
+    whole = torch.load(path, weights_only=True)["agent"]
+    policy = trudi.load_policy(path, seed=3)
+    obs = torch.randn(64, whole["policy.normalizer.mean"].shape[0])
+    action = policy(obs)
+
+    thin_results.main([str(tmp_path)])
+    assert path.stat().st_size < 0.7 * size
+    halved = torch.load(path, weights_only=True)["agent"]
+    assert torch.equal(halved["policy.normalizer.var"], whole["policy.normalizer.var"])
+    assert halved["policy.obs_layer.weight"].dtype == torch.float16
+    rounded = trudi.load_policy(path, seed=3)(obs)
+    assert not torch.equal(rounded, action)
+    torch.testing.assert_close(rounded, action, rtol=0, atol=0.01)
+
+    once = path.read_bytes()
+    thin_results.main([str(tmp_path)])
+    again = torch.load(path, weights_only=True)["agent"]
+    assert len(once) == path.stat().st_size
+    assert all(torch.equal(again[name], tensor) for name, tensor in halved.items())

@@ -1,11 +1,13 @@
-"""Shrink the logs of finished runs to what tables and figures need.
+"""Shrink finished runs to what tables, figures and films need.
 
     python tools/thin_results.py results/laptop results/spo
 
 A run is a folder with metrics.csv, args.json and eval.json, at any depth. Its metrics.csv keeps the
 rows with an evaluation, every tenth iteration of training and the last row. Its numbers keep six
-significant digits; whole numbers stay as they are. No other file is touched. A second call changes
-nothing. A folder without eval.json is a run that has not ended: it is named and left alone.
+significant digits; whole numbers stay as they are. Its policy.pt, if it has one, keeps the weights
+of its networks in half precision, which the scripts read like any other. No other file is touched.
+A second call changes nothing. A folder without eval.json is a run that has not ended: it is named
+and left alone.
 """
 
 import argparse
@@ -13,6 +15,8 @@ import csv
 import json
 import os
 from pathlib import Path
+
+import torch
 
 EVERY = 10  # of so many iterations of training one is kept
 DIGITS = 6
@@ -57,6 +61,25 @@ def thin(run_dir):
     return len(rows), len(kept)
 
 
+def is_weight(name, tensor):
+    """Moments of observations and returns may be too large or too small for half precision."""
+    return tensor.dim() > 0 and name.endswith((".weight", ".bias"))
+
+
+def halve(path):
+    """Rewrite a policy with weights of half precision. Returns its size before and after."""
+    before = path.stat().st_size
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    agent = checkpoint["agent"]
+    for name, tensor in agent.items():
+        if is_weight(name, tensor):
+            agent[name] = tensor.half()
+    temporary = path.with_suffix(".tmp")
+    torch.save(checkpoint, temporary)
+    os.replace(temporary, path)
+    return before, path.stat().st_size
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -73,6 +96,10 @@ def main(argv=None):
                 continue
             before, after = thin(run_dir)
             print(f"{run_dir}: {before} -> {after} rows")
+            policy = run_dir / "policy.pt"
+            if policy.exists():
+                before, after = halve(policy)
+                print(f"{policy}: {before // 1000} -> {after // 1000} kB")
 
 
 if __name__ == "__main__":
