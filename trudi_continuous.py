@@ -158,8 +158,8 @@ OTHER_TASK = dict(
 )
 # There the policy waits until the critic knows what random actions are worth: else it takes the
 # first of several equally good ways. Then each minibatch has a policy step, of a smaller rate.
-# It starts near uniform (eta) and can become sharp (schedule_power). On DMC that made CheetahRun
-# fall over: see docs/tuning.md.
+# It starts near uniform (eta) and can become sharp (schedule_power). The DMC tasks take neither:
+# docs/tuning.md has the few runs behind that.
 CPU_OTHER_TASK = CPU_DEFAULTS | dict(
     num_envs=64,
     num_steps=64,
