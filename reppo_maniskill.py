@@ -96,6 +96,7 @@ class Args:
     # rollout and optimization
     num_envs: int = 1024  # parallel environments (E)
     num_steps: int = 128  # steps that each environment takes per iteration (T)
+    noise_correlation: float = 0.0  # of the exploration noise of neighboring steps
     num_minibatches: int = 64  # minibatches per epoch
     update_epochs: int = 4  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
@@ -160,6 +161,7 @@ LIMITS = dict(
     sim_workers=(0, 1_000),
     bench=(0, math.inf),
     warmup_iterations=(0, math.inf),
+    noise_correlation=(0, 0.999),
     anneal=(0, 1),
     gamma=(0, 1),
     td_lambda=(0, 1),
@@ -791,9 +793,13 @@ def policy_step(agent, args, batch):
 def rollout(agent, envs, obs, args, generator):
     """Collect T steps with the current policy. -> dict of (T, E, ...), next observation"""
     policy = agent.policy
+    rho = args.noise_correlation
+    noise = policy.noise(len(obs), generator)  # (E, A)
     steps = []
     for _ in range(args.num_steps):
-        batch = {"obs": obs, "noise": policy.noise(len(obs), generator)}
+        # still a standard normal, but neighboring steps explore in similar directions
+        noise = rho * noise + math.sqrt(1 - rho**2) * policy.noise(len(obs), generator)
+        batch = {"obs": obs, "noise": noise}
         step = policy_step(agent, args, batch)
         obs, reward, terminated, truncated, final_obs = envs.step(step["action"])
         step["reward"] = reward

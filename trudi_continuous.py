@@ -84,6 +84,8 @@ class Args:
     # rollout and optimization
     num_envs: int = 1024  # parallel environments (E)
     num_steps: int = 128  # steps that each environment takes per iteration (T)
+    train_episode_steps: int = 0  # training episodes are cut after so many steps; 0: they are not
+    noise_correlation: float = 0.0  # of the exploration noise of neighboring steps
     num_minibatches: int = 64  # minibatches per epoch
     update_epochs: int = 8  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
@@ -135,12 +137,13 @@ CPU_DEFAULTS = dict(
     total_timesteps=1_000_000,
     num_envs=128,
     num_steps=32,
+    noise_correlation=0.7,
     num_minibatches=16,
     update_epochs=5,
     policy_delay=3,
     hidden_size=128,
     diffusion_steps=4,
-    eta=2.5,
+    schedule_power=4.0,
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
     alpha_learning_rate=6e-4,
@@ -158,16 +161,13 @@ OTHER_TASK = dict(
 )
 # There the policy waits until the critic knows what random actions are worth: else it takes the
 # first of several equally good ways. Then each minibatch has a policy step, of a smaller rate.
-# It starts near uniform (eta) and can become sharp (schedule_power). The DMC tasks take neither:
-# docs/tuning.md has the few runs behind that.
 CPU_OTHER_TASK = CPU_DEFAULTS | dict(
     num_envs=64,
     num_steps=64,
+    noise_correlation=0.0,
     update_epochs=4,
     policy_delay=1,
     warmup_iterations=8,
-    eta=1.0,
-    schedule_power=4.0,
     actor_learning_rate=1e-3,
     alpha_learning_rate=3e-4,
     lambda_learning_rate=3e-4,
@@ -238,7 +238,9 @@ LIMITS = dict(
     seed=(0, 2**63),
     torch_threads=(1, os.cpu_count()),
     bench=(0, math.inf),
+    train_episode_steps=(0, math.inf),
     warmup_iterations=(0, math.inf),
+    noise_correlation=(0, 0.999),
     anneal=(0, 1),
     gamma=(0, 1),
     td_lambda=(0, 1),
@@ -276,6 +278,8 @@ def parse_args(argv=None):
         chosen = SUITES.get(suite, {})
         if device == "cpu":
             chosen = chosen | CPU_SUITES.get(suite, CPU_DEFAULTS)
+        if device == "cpu" and backend == "envpool" and suite == "DMC":
+            chosen = chosen | dict(train_episode_steps=250)  # of 1,000: four times as many starts
         for task, bound in WIDE_RANGES.items():
             if task in given.env_id:
                 chosen = chosen | dict(vmin=-bound, vmax=bound)
@@ -310,6 +314,8 @@ def check_args(args):
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
         stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
+    if args.train_episode_steps and args.backend not in ("envpool", "gymnasium"):
+        stop("--train-episode-steps needs --backend envpool or gymnasium")
     if (args.bench or args.track or args.cudagraphs) and extras is None:
         stop("--bench, --track and --cudagraphs need tools/extras.py beside this script")
     if args.kl_bound_end is None:
@@ -427,8 +433,9 @@ class VecEnv:
     elsewhere they are equal. Bootstrapping from final_obs tells truncation from termination.
     The policy sees the columns up to actor_dim, the critic those from critic_start on.
     A non-finite step becomes a truncation at the last finite observation, and broken tells where.
-    With stagger, first episodes are cut at different lengths. Else all environments would be in
-    the same phase of an episode, and each rollout would teach that phase only.
+    With stagger, which is for training, first episodes are cut at different lengths. Else all
+    environments would be in the same phase of an episode, and each rollout would teach that phase
+    only. Later ones are cut after train_episode_steps, if that is given.
     """
 
     def __init__(self, args, num_envs, seed, stagger=False, **kwargs):
@@ -472,8 +479,12 @@ class VecEnv:
         self.finished = []  # episodes that ended since pop_finished
         self.episode_return = np.zeros(num_envs)
         self.episode_length = np.zeros(num_envs, int)
-        self.cut_at = np.full(num_envs, MAX_EPISODE_STEPS)
+        self.longest_episode = MAX_EPISODE_STEPS
+        if stagger and args.train_episode_steps:
+            self.longest_episode = args.train_episode_steps
+        self.cut_at = np.full(num_envs, self.longest_episode)
         if stagger and time_limit:
+            time_limit = min(time_limit, self.longest_episode)
             self.cut_at = 1 + np.arange(num_envs) * time_limit // num_envs  # first episodes only
         self.obs = self.reset_where(np.ones(num_envs, bool))  # (E, O)
         self.obs_dim = self.obs.shape[1]
@@ -544,7 +555,7 @@ class VecEnv:
             unknown = np.full(self.num_envs, np.nan)
             success = info.get("success", info.get("is_success", unknown))
             mode = info.get("mode", unknown)  # which of several ways was taken, see behavior
-            is_whole = self.cut_at == MAX_EPISODE_STEPS  # a staggered episode is no result
+            is_whole = self.cut_at == self.longest_episode  # a staggered episode is no result
             for i in np.flatnonzero(ended & is_whole):
                 episode = {
                     "env": int(i),
@@ -556,7 +567,7 @@ class VecEnv:
                 }
                 self.finished.append(episode)
             self.obs[ended] = self.reset_where(ended)
-            self.cut_at[ended] = MAX_EPISODE_STEPS
+            self.cut_at[ended] = self.longest_episode
         # one transfer to the device: a GPU would be waited for once per array
         numbers = np.stack([reward, terminated, truncated, broken], axis=1)
         table = np.concatenate([self.obs, final_obs, numbers], axis=1, dtype=np.float32)
@@ -734,7 +745,10 @@ def critic_loss(critic, batch, args):
 # --- end shared ---
 # --- shared: diffusion policy ---
 class Control(nn.Module):
-    """The control u(x, s, k) of a denoising step, from embedded (B, H) and x (B, A): (B, A)"""
+    """The control of a denoising step up to its scale, from embedded (B, H) and x (B, A): (B, A)
+
+    It is shift + slope * x, since a Gaussian policy of any width has controls that are linear in x.
+    """
 
     def __init__(self, action_dim, hidden):
         super().__init__()
@@ -742,7 +756,7 @@ class Control(nn.Module):
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2)
         )
-        self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, action_dim))
+        self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, 2 * action_dim))
         nn.init.zeros_(self.out[1].weight)  # u = 0: the untrained policy is the prior
         nn.init.zeros_(self.out[1].bias)
 
@@ -750,7 +764,8 @@ class Control(nn.Module):
         z = F.gelu(torch.addmm(embedded, x, self.x_layer.weight.T))
         for block in self.blocks:
             z = z + F.gelu(block(z))
-        return self.out(z)
+        shift, slope = self.out(z).chunk(2, dim=-1)
+        return torch.addcmul(shift, slope, x)  # shift + slope * x
 
 
 class DiffusionPolicy(nn.Module):
@@ -769,6 +784,9 @@ class DiffusionPolicy(nn.Module):
         time_features = torch.cat([angles.sin(), angles.cos()], dim=1)
         self.register_buffer("time_features", time_features, persistent=False)  # (N, 32)
         self.register_buffer("step_sizes", torch.tensor(self.schedule), persistent=False)  # (N,)
+        # a step moves x by e * u; u in units of e_0 / e lets the network move all steps equally far
+        control_scales = [self.schedule[0] / e for e in self.schedule]
+        self.register_buffer("control_scales", torch.tensor(control_scales), persistent=False)
         noise_scales = [self.eta] + [math.sqrt(2 * e) for e in self.schedule]
         self.register_buffer("noise_scales", torch.tensor(noise_scales), persistent=False)
 
@@ -862,7 +880,7 @@ def sample_chain(policy, embedded, noise):
     latents = []
     controls = []
     for k, e in enumerate(policy.schedule):
-        u = control[k](embedded[k], x)
+        u = policy.control_scales[k] * control[k](embedded[k], x)
         latents.append(x)
         controls.append(u)
         # x + e * (u - x / eta2) + sqrt(2 e) * noise, by two operations
@@ -907,6 +925,7 @@ def trajectory_kl(policy, embedded, latents, controls):
     embedded = embedded.transpose(0, 1)[:, None].expand(B, K, N, -1)
     x = latents.flatten(0, 2)
     new_controls = policy.control(embedded.flatten(0, 2), x).view(B, K, N, A)  # all in one batch
+    new_controls = policy.control_scales[:, None] * new_controls
     squared_distance = (new_controls - controls).square().sum(dim=-1)  # (B, K, N)
     return (policy.step_sizes / 4 * squared_distance).sum(dim=-1).mean(dim=-1)
 
@@ -923,7 +942,7 @@ def act(agent, obs, sampler, args, generator):
         embedded = policy.embed(obs)
         x = policy.eta * policy.noise(obs.shape[0], generator)[0]
         for k, e in enumerate(policy.schedule):
-            u = policy.control(embedded[k], x)
+            u = policy.control_scales[k] * policy.control(embedded[k], x)
             score = u / 2 - x / policy.eta**2
             x = x + e * (x / policy.eta**2 + 2 * c * score)  # at c = 1 the SDE without noise
         return x.tanh()
@@ -1034,9 +1053,13 @@ def policy_step(agent, args, batch):
 def rollout(agent, envs, obs, args, generator):
     """Collect T steps with the current policy. -> dict of (T, E, ...), next observation"""
     policy = agent.policy
+    rho = args.noise_correlation
+    noise = policy.noise(len(obs), generator)  # (N + 1, E, A)
     steps = []
     for _ in range(args.num_steps):
-        batch = {"obs": obs, "noise": policy.noise(len(obs), generator)}
+        # still a standard normal, but neighboring steps explore in similar directions
+        noise = rho * noise + math.sqrt(1 - rho**2) * policy.noise(len(obs), generator)
+        batch = {"obs": obs, "noise": noise}
         step = policy_step(agent, args, batch)
         obs, reward, terminated, truncated, final_obs = envs.step(step["action"])
         step["reward"] = reward

@@ -96,6 +96,7 @@ class Args:
     # rollout and optimization
     num_envs: int = 1024  # parallel environments (E)
     num_steps: int = 128  # steps that each environment takes per iteration (T)
+    noise_correlation: float = 0.0  # of the exploration noise of neighboring steps
     num_minibatches: int = 64  # minibatches per epoch
     update_epochs: int = 4  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
@@ -166,6 +167,7 @@ LIMITS = dict(
     sim_workers=(0, 1_000),
     bench=(0, math.inf),
     warmup_iterations=(0, math.inf),
+    noise_correlation=(0, 0.999),
     anneal=(0, 1),
     gamma=(0, 1),
     td_lambda=(0, 1),
@@ -640,7 +642,10 @@ def critic_loss(critic, batch, args):
 # --- end shared ---
 # --- shared: diffusion policy ---
 class Control(nn.Module):
-    """The control u(x, s, k) of a denoising step, from embedded (B, H) and x (B, A): (B, A)"""
+    """The control of a denoising step up to its scale, from embedded (B, H) and x (B, A): (B, A)
+
+    It is shift + slope * x, since a Gaussian policy of any width has controls that are linear in x.
+    """
 
     def __init__(self, action_dim, hidden):
         super().__init__()
@@ -648,7 +653,7 @@ class Control(nn.Module):
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(2)
         )
-        self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, action_dim))
+        self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, 2 * action_dim))
         nn.init.zeros_(self.out[1].weight)  # u = 0: the untrained policy is the prior
         nn.init.zeros_(self.out[1].bias)
 
@@ -656,7 +661,8 @@ class Control(nn.Module):
         z = F.gelu(torch.addmm(embedded, x, self.x_layer.weight.T))
         for block in self.blocks:
             z = z + F.gelu(block(z))
-        return self.out(z)
+        shift, slope = self.out(z).chunk(2, dim=-1)
+        return torch.addcmul(shift, slope, x)  # shift + slope * x
 
 
 class DiffusionPolicy(nn.Module):
@@ -675,6 +681,9 @@ class DiffusionPolicy(nn.Module):
         time_features = torch.cat([angles.sin(), angles.cos()], dim=1)
         self.register_buffer("time_features", time_features, persistent=False)  # (N, 32)
         self.register_buffer("step_sizes", torch.tensor(self.schedule), persistent=False)  # (N,)
+        # a step moves x by e * u; u in units of e_0 / e lets the network move all steps equally far
+        control_scales = [self.schedule[0] / e for e in self.schedule]
+        self.register_buffer("control_scales", torch.tensor(control_scales), persistent=False)
         noise_scales = [self.eta] + [math.sqrt(2 * e) for e in self.schedule]
         self.register_buffer("noise_scales", torch.tensor(noise_scales), persistent=False)
 
@@ -768,7 +777,7 @@ def sample_chain(policy, embedded, noise):
     latents = []
     controls = []
     for k, e in enumerate(policy.schedule):
-        u = control[k](embedded[k], x)
+        u = policy.control_scales[k] * control[k](embedded[k], x)
         latents.append(x)
         controls.append(u)
         # x + e * (u - x / eta2) + sqrt(2 e) * noise, by two operations
@@ -813,6 +822,7 @@ def trajectory_kl(policy, embedded, latents, controls):
     embedded = embedded.transpose(0, 1)[:, None].expand(B, K, N, -1)
     x = latents.flatten(0, 2)
     new_controls = policy.control(embedded.flatten(0, 2), x).view(B, K, N, A)  # all in one batch
+    new_controls = policy.control_scales[:, None] * new_controls
     squared_distance = (new_controls - controls).square().sum(dim=-1)  # (B, K, N)
     return (policy.step_sizes / 4 * squared_distance).sum(dim=-1).mean(dim=-1)
 
@@ -829,7 +839,7 @@ def act(agent, obs, sampler, args, generator):
         embedded = policy.embed(obs)
         x = policy.eta * policy.noise(obs.shape[0], generator)[0]
         for k, e in enumerate(policy.schedule):
-            u = policy.control(embedded[k], x)
+            u = policy.control_scales[k] * policy.control(embedded[k], x)
             score = u / 2 - x / policy.eta**2
             x = x + e * (x / policy.eta**2 + 2 * c * score)  # at c = 1 the SDE without noise
         return x.tanh()
@@ -940,9 +950,13 @@ def policy_step(agent, args, batch):
 def rollout(agent, envs, obs, args, generator):
     """Collect T steps with the current policy. -> dict of (T, E, ...), next observation"""
     policy = agent.policy
+    rho = args.noise_correlation
+    noise = policy.noise(len(obs), generator)  # (N + 1, E, A)
     steps = []
     for _ in range(args.num_steps):
-        batch = {"obs": obs, "noise": policy.noise(len(obs), generator)}
+        # still a standard normal, but neighboring steps explore in similar directions
+        noise = rho * noise + math.sqrt(1 - rho**2) * policy.noise(len(obs), generator)
+        batch = {"obs": obs, "noise": noise}
         step = policy_step(agent, args, batch)
         obs, reward, terminated, truncated, final_obs = envs.step(step["action"])
         step["reward"] = reward

@@ -70,7 +70,8 @@ def plain_control(policy, obs, x, k):
     z = F.gelu(F.linear(inputs, weight, policy.obs_layer.bias))
     for norm, linear in policy.control.blocks:
         z = z + F.gelu(linear(norm(z)))
-    return policy.control.out(z)
+    shift, slope = policy.control.out(z).chunk(2, dim=1)
+    return policy.schedule[0] / policy.schedule[k] * (shift + slope * x)
 
 
 def ode_action(policy, obs, start, score_scale):

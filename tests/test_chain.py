@@ -93,6 +93,7 @@ class LinearPolicy:
         self.step_sizes = torch.tensor(self.schedule, dtype=torch.float64)
         scales = [eta] + [math.sqrt(2 * e) for e in self.schedule]
         self.noise_scales = torch.tensor(scales, dtype=torch.float64)
+        self.control_scales = torch.ones(self.num_steps)
 
     def embed(self, obs):
         return self.coefficients

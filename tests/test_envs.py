@@ -158,6 +158,40 @@ def test_first_episodes_can_be_staggered(backend, env_id, kwargs):
     assert lengths(envs.pop_finished()) == [8] * 8, "a staggered episode is no result"
 
 
+@pytest.mark.parametrize(
+    "backend, env_id, kwargs",
+    [
+        ("envpool", "CartpoleBalance-v1", {"max_episode_steps": 20}),
+        ("gymnasium", "probe_envs:Limited-v0", {}),
+    ],
+)
+def test_training_episodes_can_be_cut(backend, env_id, kwargs):
+    """By truncation, with the true final observation, and not at evaluation."""
+    args = trudi.Args(env_id=env_id, backend=backend, device="cpu", train_episode_steps=6)
+    envs = trudi.make_envs(args, 3, 5, stagger=True, **kwargs)
+    envs.reset()
+    played = play(envs, noise(envs, 18))
+    truncated = played.truncated
+    ends = [(column.nonzero()[:, 0] + 1).tolist() for column in truncated.T]
+    assert ends == [[1, 7, 13], [3, 9, 15], [5, 11, 17]]
+    assert not played.terminated.any() and not played.broken.any()
+    assert (played.final_obs[truncated] != played.obs[truncated]).any(-1).all()
+    assert lengths(envs.pop_finished()) == [6] * 6, "a staggered episode is no result"
+    eval_envs = trudi.make_envs(args, 3, 5, **kwargs)
+    eval_envs.reset()
+    play(eval_envs, noise(eval_envs, 20))
+    assert min(lengths(eval_envs.pop_finished())) > 6, "evaluation has whole episodes"
+
+
+def test_cut_training_episodes_are_for_dmc_on_a_cpu():
+    steps = {}
+    for env_id in ("CheetahRun-v1", "HalfCheetah-v5", "Pendulum-v1"):
+        args, _ = trudi.parse_args(["--env-id", env_id, "--device", "cpu"])
+        steps[env_id] = args.train_episode_steps
+    assert steps == {"CheetahRun-v1": 250, "HalfCheetah-v5": 0, "Pendulum-v1": 0}
+    assert trudi.Args.train_episode_steps == 0
+
+
 def test_what_has_no_time_limit_is_not_staggered():
     envs = make("gymnasium", CLOCK, stagger=True)
     played = play(envs, noise(envs, 32))

@@ -93,7 +93,7 @@ def launches(script, monkeypatch, **changes):
     return acting, critic, both - critic
 
 
-@pytest.mark.parametrize("script, most", [(trudi, (150, 110, 500)), (reppo, (50, 110, 220))])
+@pytest.mark.parametrize("script, most", [(trudi, (165, 110, 580)), (reppo, (50, 110, 220))])
 def test_launches(script, most, monkeypatch):
     found = launches(script, monkeypatch)
     assert all(count <= limit for count, limit in zip(found, most, strict=True)), found

@@ -693,6 +693,7 @@ def test_rollout_stores_what_the_policy_saw_and_did():
     obs = torch.randn(3, 7)
     normalizer = Normalizer(7)
     generator = seeded(3)
+    agent.policy.noise(3, generator)  # before the first step, whose noise may go on from it
     data, last = rollout(agent, Envs(), obs, args, seeded(3))
     for t, step in enumerate(steps):
         normalizer.update(obs)

@@ -45,7 +45,7 @@ def test_control_against_plain_network():
     embedded = policy.embed(obs)
     controls = []
     for k in range(policy.num_steps):
-        controls.append(policy.control(embedded[k], x))
+        controls.append(policy.control_scales[k] * policy.control(embedded[k], x))
         assert_close(controls[k], plain_control(policy, obs, x, k))
     for one, next_one in itertools.pairwise(controls):
         assert (one != next_one).all()  # the network tells the steps apart

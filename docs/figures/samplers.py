@@ -84,6 +84,7 @@ class MixturePolicy:
         self.step_sizes = torch.tensor(self.schedule)
         scales = [eta] + [math.sqrt(2 * e) for e in self.schedule]
         self.noise_scales = torch.tensor(scales)
+        self.control_scales = torch.ones(num_steps)
         self.weights = torch.tensor(WEIGHTS)
         means = torch.tensor(MEANS)
         variance = torch.tensor(STD**2)
