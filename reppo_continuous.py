@@ -167,7 +167,7 @@ CPU_OTHER_TASK = CPU_DEFAULTS | dict(
     alpha_learning_rate=3e-4,
     lambda_learning_rate=3e-4,
     kl_bound=0.1,
-    kl_bound_end=0.1,
+    kl_bound_end=None,
 )
 # HumanoidBench: the paper's sizes. alpha_init stays small: with 1 the entropy of 61 actions alone
 # leaves the range. Beside a GPU it is the simulation that takes time, so it gets all cores.

@@ -150,6 +150,8 @@ CPU_DEFAULTS = dict(
     lambda_learning_rate=6e-4,
     anneal=1.0,
     max_grad_norm=100.0,
+    kl_bound=0.3,
+    kl_bound_end=0.02,
     lambda_init=1.0,
 )
 # Outside the DeepMind Control suite the rewards have an unknown scale and sign.
@@ -171,6 +173,8 @@ CPU_OTHER_TASK = CPU_DEFAULTS | dict(
     actor_learning_rate=1e-3,
     alpha_learning_rate=3e-4,
     lambda_learning_rate=3e-4,
+    kl_bound=0.1,
+    kl_bound_end=None,
 )
 # HumanoidBench: the paper's sizes. alpha_init stays small: with 1 the entropy of 61 actions alone
 # leaves the range. Beside a GPU it is the simulation that takes time, so it gets all cores.
