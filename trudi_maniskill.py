@@ -96,7 +96,8 @@ class Args:
     # rollout and optimization
     num_envs: int = 1024  # parallel environments (E)
     num_steps: int = 128  # steps that each environment takes per iteration (T)
-    noise_correlation: float = 0.0  # of the exploration noise of neighboring steps
+    # correlation of the exploration noise of neighboring steps; 0: each step has noise of its own
+    noise_correlation: float = 0.0
     num_minibatches: int = 64  # minibatches per epoch
     update_epochs: int = 4  # passes over each rollout
     policy_delay: int = 1  # critic steps per step of the policy and the duals
