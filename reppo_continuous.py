@@ -144,8 +144,9 @@ CPU_DEFAULTS = dict(
     lambda_learning_rate=1.2e-3,
     anneal=1.0,
     max_grad_norm=100.0,
+    entropy_target=-1.0,
     kl_bound=0.3,
-    kl_bound_end=0.01,
+    kl_bound_end=0.02,
     lambda_init=1.0,
 )
 # Outside the DeepMind Control suite the rewards have an unknown scale and sign.
@@ -167,6 +168,7 @@ CPU_OTHER_TASK = CPU_DEFAULTS | dict(
     actor_learning_rate=1e-3,
     alpha_learning_rate=3e-4,
     lambda_learning_rate=3e-4,
+    entropy_target=-0.5,
     kl_bound=0.1,
     kl_bound_end=None,
 )
