@@ -24,9 +24,9 @@ TESTS = Path(__file__).parent
 PACKAGES = ["rliable", "arch", "numpy", "pandas", "scipy"]
 
 
-def laptop_scores():
-    """algorithm -> (runs, tasks), from results/laptop"""
-    folder = TESTS.parent / "results/laptop"
+def first_grid_scores():
+    """algorithm -> (runs, tasks), from results/first-grid"""
+    folder = TESTS.parent / "results/first-grid"
     scores = {}
     for label in ("trudi", "reppo", "ppo", "dime"):
         envs = sorted({path.name.rpartition("_")[0] for path in (folder / label).iterdir()})
@@ -74,7 +74,7 @@ def improvement(scores, other_scores):
 
 def main():
     sets = []
-    for source, scores in (("results/laptop", laptop_scores()), ("made up", made_up_scores())):
+    for source, scores in (("results/first-grid", first_grid_scores()), ("made up", made_up_scores())):
         arrays = {name: np.array(rows) for name, rows in scores.items()}
         first, *others = arrays
         pairs = {f"{first},{other}": (arrays[first], arrays[other]) for other in others}
