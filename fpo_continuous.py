@@ -118,10 +118,10 @@ CPU_DEFAULTS = dict(
     num_steps=64,
     num_minibatches=8,
     update_epochs=4,
-    learning_rate=7e-4,
+    learning_rate=1e-3,
     anneal=1.0,
     actor_hidden_size=64,
-    flow_samples=16,
+    flow_samples=32,
     clip_coef=0.05,
     hidden_size=128,
 )
