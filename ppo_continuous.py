@@ -20,6 +20,7 @@ Usage:
 
 Schulman et al., 2017 (PPO); Rudin et al., 2022 (rsl_rl); Xie et al., 2025 (SPO).
 docs/ppo.md lists the departures from rsl_rl.
+Blocks marked "shared" are the same text in all scripts that have them.
 Shapes: T rollout steps, E environments, B minibatch, O observation, A action, H hidden units.
 """
 
@@ -131,7 +132,7 @@ HUMANOIDBENCH = dict(
     hidden_size=128,
     torch_threads=min(32, len(os.sched_getaffinity(0))),
 )
-# A core makes a few hundred steps/s of it, so a run has few of them, and short evaluations.
+# A core makes a few hundred steps/s of it: few environments, few and short evaluations.
 CPU_HUMANOIDBENCH = CPU_DEFAULTS | dict(
     num_envs=16,
     num_steps=128,
@@ -759,7 +760,7 @@ def act(agent, obs, sampler, args, generator):
 
 # === 5. One iteration: rollout, targets, update ===
 def policy_step(agent, args, batch):
-    """Sample actions for observations. batch: obs (E, O), noise. -> what the rollout stores"""
+    """Update the normalizer and act. batch: obs (E, O), noise. -> what the rollout stores"""
     policy = agent.policy
     policy.normalizer.update(batch["obs"])
     normalized = policy.normalizer(batch["obs"])  # old and new policy must see the same input

@@ -25,6 +25,7 @@ policy learns to succeed sooner: judge a run by eval/success_once and eval/retur
 
 Schulman et al., 2017 (PPO); Rudin et al., 2022 (rsl_rl); Xie et al., 2025 (SPO).
 docs/ppo.md lists the departures from rsl_rl.
+Blocks marked "shared" are the same text in all scripts that have them.
 Shapes: T rollout steps, E environments, B minibatch, O observation, A action, H hidden units.
 """
 
@@ -695,7 +696,7 @@ def act(agent, obs, sampler, args, generator):
 
 # === 5. One iteration: rollout, targets, update ===
 def policy_step(agent, args, batch):
-    """Sample actions for observations. batch: obs (E, O), noise. -> what the rollout stores"""
+    """Update the normalizer and act. batch: obs (E, O), noise. -> what the rollout stores"""
     policy = agent.policy
     policy.normalizer.update(batch["obs"])
     normalized = policy.normalizer(batch["obs"])  # old and new policy must see the same input

@@ -26,6 +26,7 @@ policy learns to succeed sooner: judge a run by eval/success_once and eval/retur
 
 `diff reppo_maniskill.py trudi_maniskill.py` shows what changes when the Gaussian becomes a
 diffusion policy. docs/reppo.md explains the method and lists the departures from its authors' code.
+Blocks marked "shared" are the same text in all scripts that have them.
 Shapes: T rollout steps, E environments, B minibatch, O observation, A action, H hidden units.
 """
 
@@ -600,7 +601,7 @@ class Critic(nn.Module):
         self.head = nn.Sequential(nn.SiLU(), mlp(hidden, hidden, args.num_bins))
         self.predictor = nn.Sequential(nn.SiLU(), mlp(hidden, hidden, hidden))
 
-        # start at Q = 0, not at the middle of the range: 40 makes the softmax sharp
+        # start at Q = 0, not at the middle of the range: times 40 the softmax has its peak there
         last_layer = self.head[-1][-1]
         last_layer.weight.data *= 0.01
         last_layer.bias.data = 40 * hl_gauss(torch.zeros(1), self.edges, self.sigma)[0]
@@ -777,7 +778,7 @@ def dual_loss(agent, metrics, args):
 # --- end shared ---
 # === 6. One iteration: rollout, targets, update ===
 def policy_step(agent, args, batch):
-    """Sample actions for observations. batch: obs (E, O), noise. -> what the rollout stores"""
+    """Update the normalizer and act. batch: obs (E, O), noise. -> what the rollout stores"""
     policy = agent.policy
     policy.normalizer.update(batch["obs"])
     normalized = policy.normalizer(batch["obs"])  # old and new policy must see the same input
@@ -1295,10 +1296,10 @@ def train(
     for iteration in range(progress["step"] // batch_size + 1, num_iterations + 1):
         start = time.perf_counter()
         share_done = (iteration - 1) / num_iterations
-        learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
+        actor_learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
         if iteration <= min(args.warmup_iterations, num_iterations // 5):
-            learning_rate = 0.0  # the policy stands still; critic and duals learn
-        actor_optimizer.param_groups[0]["lr"].fill_(learning_rate)
+            actor_learning_rate = 0.0  # the policy stands still; critic and duals learn
+        actor_optimizer.param_groups[0]["lr"].fill_(actor_learning_rate)
         kl_bound = args.kl_bound * (args.kl_bound_end / args.kl_bound) ** share_done
         args_now.kl_bound.fill_(kl_bound)
         change = args.entropy_target - args.entropy_target_start
@@ -1391,7 +1392,7 @@ def main(argv=None):
         dict(params=[agent.log_lambda], lr=args.lambda_learning_rate),
     ]
     for group in duals:
-        group["betas"] = (0.9, 0.99)  # a short memory: their gradients shrink with them
+        group["betas"] = (0.9, 0.99)  # a short memory: d/d log alpha shrinks with alpha
     actor_groups = [dict(params=list(agent.policy.parameters())), *duals]
     actor_learning_rate = torch.tensor(args.actor_learning_rate, device=args.device)
     kind = dict(fused=True, capturable=args.cudagraphs)

@@ -24,6 +24,9 @@ In training, success ends an episode. The return of training episodes therefore 
 policy learns to succeed sooner: judge a run by eval/success_once and eval/return.
 
 docs/trudi.md explains the equations and lists the departures from the paper.
+Letters: x is an action on its way from noise, u the control that the network adds to its drift,
+e the size of a denoising step, eta the standard deviation of the noise that x starts from.
+Blocks marked "shared" are the same text in all scripts that have them.
 Shapes: T rollout steps, E environments, B minibatch, O observation, A action,
 N denoising steps, K chains per state for the KL, H hidden units.
 """
@@ -607,7 +610,7 @@ class Critic(nn.Module):
         self.head = nn.Sequential(nn.SiLU(), mlp(hidden, hidden, args.num_bins))
         self.predictor = nn.Sequential(nn.SiLU(), mlp(hidden, hidden, hidden))
 
-        # start at Q = 0, not at the middle of the range: 40 makes the softmax sharp
+        # start at Q = 0, not at the middle of the range: times 40 the softmax has its peak there
         last_layer = self.head[-1][-1]
         last_layer.weight.data *= 0.01
         last_layer.bias.data = 40 * hl_gauss(torch.zeros(1), self.edges, self.sigma)[0]
@@ -710,6 +713,8 @@ class DiffusionPolicy(nn.Module):
 
     def controls_of_steps(self):
         """control once per step of a chain, all with the same weights. -> list of N functions
+
+        This is [control] * N, made faster for a GPU; skip it at first.
 
         In a loop autograd adds up the gradients of the steps, weight by weight and step by step. Of
         copies that are cut from one row it takes a single sum: a GPU has a fifth less to launch.
@@ -930,7 +935,7 @@ def dual_loss(agent, metrics, args):
 # --- end shared ---
 # === 6. One iteration: rollout, targets, update ===
 def policy_step(agent, args, batch):
-    """Sample actions for observations. batch: obs (E, O), noise. -> what the rollout stores"""
+    """Update the normalizer and act. batch: obs (E, O), noise. -> what the rollout stores"""
     policy = agent.policy
     policy.normalizer.update(batch["obs"])
     normalized = policy.normalizer(batch["obs"])  # old and new policy must see the same input
@@ -1459,10 +1464,10 @@ def train(
     for iteration in range(progress["step"] // batch_size + 1, num_iterations + 1):
         start = time.perf_counter()
         share_done = (iteration - 1) / num_iterations
-        learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
+        actor_learning_rate = args.actor_learning_rate * (1 - args.anneal * share_done)
         if iteration <= min(args.warmup_iterations, num_iterations // 5):
-            learning_rate = 0.0  # the policy stands still; critic and duals learn
-        actor_optimizer.param_groups[0]["lr"].fill_(learning_rate)
+            actor_learning_rate = 0.0  # the policy stands still; critic and duals learn
+        actor_optimizer.param_groups[0]["lr"].fill_(actor_learning_rate)
         kl_bound = args.kl_bound * (args.kl_bound_end / args.kl_bound) ** share_done
         args_now.kl_bound.fill_(kl_bound)
         change = args.entropy_target - args.entropy_target_start
@@ -1555,7 +1560,7 @@ def main(argv=None):
         dict(params=[agent.log_lambda], lr=args.lambda_learning_rate),
     ]
     for group in duals:
-        group["betas"] = (0.9, 0.99)  # a short memory: their gradients shrink with them
+        group["betas"] = (0.9, 0.99)  # a short memory: d/d log alpha shrinks with alpha
     actor_groups = [dict(params=list(agent.policy.parameters())), *duals]
     actor_learning_rate = torch.tensor(args.actor_learning_rate, device=args.device)
     kind = dict(fused=True, capturable=args.cudagraphs)

@@ -74,7 +74,10 @@ def improvement(scores, other_scores):
 
 def main():
     sets = []
-    for source, scores in (("results/first-grid", first_grid_scores()), ("made up", made_up_scores())):
+    for source, scores in (
+        ("results/first-grid", first_grid_scores()),
+        ("made up", made_up_scores()),
+    ):
         arrays = {name: np.array(rows) for name, rows in scores.items()}
         first, *others = arrays
         pairs = {f"{first},{other}": (arrays[first], arrays[other]) for other in others}
