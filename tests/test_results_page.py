@@ -332,11 +332,17 @@ def test_clicks_change_the_curves(page, committed):
 
 @pytest.mark.slow
 def test_hover_names_the_seeds_and_a_click_the_folders(page, committed):
-    texts = page.execute_script(
+    name, task, texts = page.execute_script(
         "document.querySelector('input[value=iqm]').click();"
-        "return [...document.querySelectorAll('.js-plotly-plot')].at(-1).data[0].text[5];"
+        "const plot = [...document.querySelectorAll('.js-plotly-plot')].at(-1);"
+        "return [plot.data[0].name, plot.layout.title.text, plot.data[0].text[5]];"
     )
-    assert "seed 1: " in texts and "seed 3: " in texts
+    data = data_of(committed)
+    panels = data["grids"]["laptop"]["panels"]
+    (panel,) = [panel for panel in panels if panel["task"] == task]
+    (line,) = [line for line in panel["lines"] if line["algorithm"] == name]
+    seeds = [f"seed {data['runs'][number]['seed']}: " for number in line["runs"]]
+    assert len(seeds) > 1 and all(seed in texts for seed in seeds)
     click(page, "#rivals tbody tr")
     shown = page.find_element("css selector", "#folders").text
     assert "results/laptop/trudi/CheetahRun-v1_1: " in shown
