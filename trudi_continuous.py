@@ -116,7 +116,8 @@ class Args:
 
     # diffusion policy and trust region
     diffusion_steps: int = 8  # denoising steps per action (N)
-    schedule_power: float = 2.0  # denoising steps shrink as this power of a cosine
+    # size of the last denoising step, which the others shrink to geometrically; None: a cosine
+    last_step: float | None = None
     eta: float = 1.0  # standard deviation of the prior that denoising starts from
     alpha_init: float = 0.01  # initial entropy temperature
     entropy_target: float = -1.665  # of the entropy bound, per action dimension, at the end
@@ -147,13 +148,14 @@ CPU_DEFAULTS = dict(
     policy_delay=3,
     hidden_size=128,
     diffusion_steps=4,
-    schedule_power=4.0,
+    last_step=0.002,
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
     alpha_learning_rate=6e-4,
     lambda_learning_rate=6e-4,
     anneal=1.0,
     max_grad_norm=100.0,
+    entropy_target=-3.0,
     kl_bound=0.3,
     kl_bound_end=0.02,
     lambda_init=1.0,
@@ -332,6 +334,8 @@ def check_args(args):
         args.entropy_target_start = args.entropy_target
     if args.cudagraphs and args.device != "cuda":
         stop("--cudagraphs needs a CUDA device")
+    if args.last_step and args.last_step > 1 / args.diffusion_steps:
+        stop(f"last_step must be at most 1 / diffusion_steps = {1 / args.diffusion_steps:.3g}")
     if args.policy_delay > args.update_epochs * args.num_minibatches:
         stop("policy_delay must be at most update_epochs * num_minibatches")
 
@@ -785,7 +789,9 @@ class DiffusionPolicy(nn.Module):
         self.action_dim = action_dim
         self.num_steps = args.diffusion_steps
         self.eta = args.eta
-        self.schedule = cosine_schedule(self.num_steps, args.schedule_power)  # floats
+        self.schedule = cosine_schedule(self.num_steps)  # floats
+        if args.last_step is not None:
+            self.schedule = geometric_schedule(self.num_steps, args.last_step)
         self.normalizer = Normalizer(obs_dim)
         frequencies = torch.exp(torch.arange(16) * -math.log(10_000) / 16)
         angles = torch.arange(self.num_steps)[:, None] * frequencies
@@ -862,18 +868,27 @@ class Chain(NamedTuple):
     controls: torch.Tensor  # (B, N, A): u at each of them
 
 
-def cosine_schedule(N, power):
-    """Step sizes e_k, falling as a power of the cosine from 1/N at the prior towards 0.001/N.
+def cosine_schedule(N):
+    """The paper's step sizes e_k, falling as a squared cosine from 1/N at the prior to 0.001/N.
 
     e_k / eta^2 is the paper's beta * delta; the offset 0.008 is that of the usual schedule.
-    sqrt(2 e_{N-1}) is noise that nothing takes back: a higher power allows sharper actions.
     """
     step_sizes = []
     for k in range(N):
         remaining = (N - k) / N
         angle = math.pi / 2 * (1.008 - remaining) / 1.008
-        step_sizes.append((0.999 * math.cos(angle) ** power + 0.001) / N)
+        step_sizes.append((0.999 * math.cos(angle) ** 2 + 0.001) / N)
     return step_sizes
+
+
+def geometric_schedule(N, last_step):
+    """Step sizes e_k from 1/N at the prior to last_step, each the same fraction of the one before.
+
+    sqrt(2 e) of the last step is noise that nothing takes back. With few steps a squared cosine
+    leaves much of it. Equal fractions reach a sharp policy at the smallest loss of entropy bound.
+    """
+    fraction = (N * last_step) ** (1 / max(1, N - 1))
+    return [fraction**k / N for k in range(N)]
 
 
 def sample_chain(policy, embedded, noise):
@@ -932,12 +947,13 @@ def trajectory_kl(policy, embedded, latents, controls):
     Both policies take steps of equal variance, so each KL is a squared distance of controls.
     """
     B, K, N, A = latents.shape
-    embedded = embedded.transpose(0, 1)[:, None].expand(B, K, N, -1)
-    x = latents.flatten(0, 2)
-    new_controls = policy.control(embedded.flatten(0, 2), x).view(B, K, N, A)  # all in one batch
-    new_controls = policy.control_scales[:, None] * new_controls
-    squared_distance = (new_controls - controls).square().sum(dim=-1)  # (B, K, N)
-    return (policy.step_sizes / 4 * squared_distance).sum(dim=-1).mean(dim=-1)
+    latents = latents.permute(2, 0, 1, 3)  # (N, B, K, A)
+    controls = controls.permute(2, 0, 1, 3)
+    embedded = embedded[:, :, None].expand(N, B, K, -1)
+    new_controls = policy.control(embedded.flatten(0, 2), latents.flatten(0, 2))  # in one batch
+    new_controls = policy.control_scales[:, None, None, None] * new_controls.view(N, B, K, A)
+    squared_distance = (new_controls - controls).square().sum(dim=-1)  # (N, B, K)
+    return (policy.step_sizes[:, None, None] / 4 * squared_distance).sum(dim=0).mean(dim=-1)
 
 
 def act(agent, obs, sampler, args, generator):

@@ -127,7 +127,8 @@ class Args:
 
     # diffusion policy and trust region
     diffusion_steps: int = 8  # denoising steps per action (N)
-    schedule_power: float = 2.0  # denoising steps shrink as this power of a cosine
+    # size of the last denoising step, which the others shrink to geometrically; None: a cosine
+    last_step: float | None = None
     eta: float = 1.0  # standard deviation of the prior that denoising starts from
     alpha_init: float = 0.1  # initial entropy temperature; values include its bonus
     entropy_target: float = -1.665  # of the entropy bound, per action dimension, at the end
@@ -156,12 +157,14 @@ CPU_DEFAULTS = dict(
     update_epochs=8,
     hidden_size=128,
     diffusion_steps=4,
+    last_step=0.005,
     learning_rate=2e-3,
     actor_learning_rate=1.2e-3,
-    alpha_learning_rate=1.2e-3,
+    alpha_learning_rate=6e-4,
     lambda_learning_rate=1.2e-3,
     anneal=1.0,
     max_grad_norm=100.0,
+    entropy_target=-1.0,
     lambda_init=1.0,
 )
 # Smallest and largest values; all other numbers must be positive.
@@ -251,6 +254,8 @@ def check_args(args):
         stop(f"num_minibatches must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
         stop(f"total_timesteps must be at least num_envs * num_steps = {batch_size}")
+    if args.last_step and args.last_step > 1 / args.diffusion_steps:
+        stop(f"last_step must be at most 1 / diffusion_steps = {1 / args.diffusion_steps:.3g}")
     if args.policy_delay > args.update_epochs * args.num_minibatches:
         stop("policy_delay must be at most update_epochs * num_minibatches")
     if (args.bench or args.track or args.cudagraphs) and extras is None:
@@ -678,7 +683,9 @@ class DiffusionPolicy(nn.Module):
         self.action_dim = action_dim
         self.num_steps = args.diffusion_steps
         self.eta = args.eta
-        self.schedule = cosine_schedule(self.num_steps, args.schedule_power)  # floats
+        self.schedule = cosine_schedule(self.num_steps)  # floats
+        if args.last_step is not None:
+            self.schedule = geometric_schedule(self.num_steps, args.last_step)
         self.normalizer = Normalizer(obs_dim)
         frequencies = torch.exp(torch.arange(16) * -math.log(10_000) / 16)
         angles = torch.arange(self.num_steps)[:, None] * frequencies
@@ -755,18 +762,27 @@ class Chain(NamedTuple):
     controls: torch.Tensor  # (B, N, A): u at each of them
 
 
-def cosine_schedule(N, power):
-    """Step sizes e_k, falling as a power of the cosine from 1/N at the prior towards 0.001/N.
+def cosine_schedule(N):
+    """The paper's step sizes e_k, falling as a squared cosine from 1/N at the prior to 0.001/N.
 
     e_k / eta^2 is the paper's beta * delta; the offset 0.008 is that of the usual schedule.
-    sqrt(2 e_{N-1}) is noise that nothing takes back: a higher power allows sharper actions.
     """
     step_sizes = []
     for k in range(N):
         remaining = (N - k) / N
         angle = math.pi / 2 * (1.008 - remaining) / 1.008
-        step_sizes.append((0.999 * math.cos(angle) ** power + 0.001) / N)
+        step_sizes.append((0.999 * math.cos(angle) ** 2 + 0.001) / N)
     return step_sizes
+
+
+def geometric_schedule(N, last_step):
+    """Step sizes e_k from 1/N at the prior to last_step, each the same fraction of the one before.
+
+    sqrt(2 e) of the last step is noise that nothing takes back. With few steps a squared cosine
+    leaves much of it. Equal fractions reach a sharp policy at the smallest loss of entropy bound.
+    """
+    fraction = (N * last_step) ** (1 / max(1, N - 1))
+    return [fraction**k / N for k in range(N)]
 
 
 def sample_chain(policy, embedded, noise):
@@ -825,12 +841,13 @@ def trajectory_kl(policy, embedded, latents, controls):
     Both policies take steps of equal variance, so each KL is a squared distance of controls.
     """
     B, K, N, A = latents.shape
-    embedded = embedded.transpose(0, 1)[:, None].expand(B, K, N, -1)
-    x = latents.flatten(0, 2)
-    new_controls = policy.control(embedded.flatten(0, 2), x).view(B, K, N, A)  # all in one batch
-    new_controls = policy.control_scales[:, None] * new_controls
-    squared_distance = (new_controls - controls).square().sum(dim=-1)  # (B, K, N)
-    return (policy.step_sizes / 4 * squared_distance).sum(dim=-1).mean(dim=-1)
+    latents = latents.permute(2, 0, 1, 3)  # (N, B, K, A)
+    controls = controls.permute(2, 0, 1, 3)
+    embedded = embedded[:, :, None].expand(N, B, K, -1)
+    new_controls = policy.control(embedded.flatten(0, 2), latents.flatten(0, 2))  # in one batch
+    new_controls = policy.control_scales[:, None, None, None] * new_controls.view(N, B, K, A)
+    squared_distance = (new_controls - controls).square().sum(dim=-1)  # (N, B, K)
+    return (policy.step_sizes[:, None, None] / 4 * squared_distance).sum(dim=0).mean(dim=-1)
 
 
 def act(agent, obs, sampler, args, generator):

@@ -16,12 +16,11 @@ OBS_DIM = 7
 ACTION_DIM = 2
 HIDDEN = 16
 BATCH = 30  # states of changed_policy
-POWER = 2  # of the schedule: with the paper's squared cosine the closed forms converge fast
 
 
 def make_args(**changes):
     values = dict(num_envs=6, num_steps=5, num_minibatches=1, update_epochs=1)
-    values |= dict(hidden_size=HIDDEN, diffusion_steps=4, schedule_power=POWER)
+    values |= dict(hidden_size=HIDDEN, diffusion_steps=4)
     values |= dict(gamma=0.9, vmin=-10.0, vmax=10.0, num_bins=151)
     values |= dict(alpha_init=0.3, lambda_init=0.7)
     return trudi.Args(**(values | changes))

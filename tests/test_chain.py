@@ -15,7 +15,6 @@ from makers import (
     ACTION_DIM,
     BATCH,
     OBS_DIM,
-    POWER,
     chain_noise,
     changed_policy,
     denoising_step,
@@ -32,6 +31,7 @@ from trudi_continuous import (
     DiffusionPolicy,
     cosine_schedule,
     entropy_bound,
+    geometric_schedule,
     sample_chain,
     trajectory_kl,
 )
@@ -51,21 +51,30 @@ def assert_mean(samples, expected=0.0):
 
 # === Schedule ===
 def test_cosine_schedule():
-    rounded = [round(e, 4) for e in cosine_schedule(8, power=2)]
+    rounded = [round(e, 4) for e in cosine_schedule(8)]
     assert rounded == [0.1250, 0.1197, 0.1059, 0.0856, 0.0618, 0.0381, 0.0181, 0.0048]
     for N in (1, 2, 5, 16, 100):
         remaining = 1 - np.arange(N) / N
         squared_cosine = (1 + np.cos(np.pi * (1.008 - remaining) / 1.008)) / 2  # by double angle
-        for power in (2, 4):
-            expected = (0.999 * squared_cosine ** (power / 2) + 0.001) / N
-            np.testing.assert_allclose(cosine_schedule(N, power), expected, rtol=1e-12)
+        np.testing.assert_allclose(cosine_schedule(N), (0.999 * squared_cosine + 0.001) / N)
 
 
-@pytest.mark.parametrize("N, squared, fourth", [(4, 0.27, 0.106), (8, 0.098, 0.025)])
-def test_noise_of_the_last_step(N, squared, fourth):
-    """No policy is sharper than its last step: the reason for the fourth power."""
-    for power, std in ((2, squared), (4, fourth)):
-        assert math.sqrt(2 * cosine_schedule(N, power)[-1]) == pytest.approx(std, rel=0.05)
+def test_geometric_schedule():
+    assert geometric_schedule(4, 0.25 / 8) == pytest.approx([1 / 4, 1 / 8, 1 / 16, 1 / 32])
+    for N in (2, 5, 16):
+        step_sizes = np.array(geometric_schedule(N, 0.002))
+        assert step_sizes[0] == 1 / N
+        assert step_sizes[-1] == pytest.approx(0.002)
+        fractions = step_sizes[1:] / step_sizes[:-1]
+        np.testing.assert_allclose(fractions, fractions[0])
+    assert geometric_schedule(1, 0.002) == [1.0]  # a single step cannot shrink
+
+
+@pytest.mark.parametrize("N, std", [(4, 0.27), (8, 0.098)])
+def test_noise_of_the_last_step(N, std):
+    """No policy is sharper than its last step: the reason for the geometric schedule."""
+    assert math.sqrt(2 * cosine_schedule(N)[-1]) == pytest.approx(std, rel=0.05)
+    assert math.sqrt(2 * geometric_schedule(N, 0.002)[-1]) == pytest.approx(0.063, rel=0.05)
 
 
 # === Entropy bound ===
@@ -89,7 +98,7 @@ class LinearPolicy:
         self.num_steps = len(self.coefficients)
         self.eta = eta
         self.action_dim = action_dim
-        self.schedule = cosine_schedule(self.num_steps, POWER)
+        self.schedule = cosine_schedule(self.num_steps)
         self.step_sizes = torch.tensor(self.schedule, dtype=torch.float64)
         scales = [eta] + [math.sqrt(2 * e) for e in self.schedule]
         self.noise_scales = torch.tensor(scales, dtype=torch.float64)
@@ -159,13 +168,43 @@ def untrained(N=8):
 def reversal(N, eta, variance, action_dim=1):
     """The control that reverses the noising of Normal(0, variance) in the mean of each step."""
     slopes = []
-    for e in reversed(cosine_schedule(N, POWER)):
+    for e in reversed(cosine_schedule(N)):
         shrink = 1 - e / eta**2
         noisier = shrink**2 * variance + 2 * e
         slopes.append(shrink * (variance / noisier - 1) / e)
         variance = noisier
     slopes.reverse()
     return LinearPolicy(np.array(slopes), np.zeros(N), eta, action_dim)
+
+
+def sharpest(schedule, width):
+    """The chain of a Gaussian Q, -x^2 / (2 width^2): Adam on its slopes. -> std, entropy bound"""
+    e = torch.tensor(schedule)
+    slopes = torch.zeros(len(e), requires_grad=True)
+    optimizer = torch.optim.Adam([slopes], lr=0.02)
+    for _ in range(4000):
+        variance = torch.ones(())  # of the prior, eta = 1
+        bound = 0.5 * math.log(2 * math.pi * math.e) + (e - e**2 / 2).sum()
+        for k in range(len(e)):
+            u = slopes[k] * e[0] / e[k]  # times x
+            mismatch = (1 - e[k]) * u - (2 - e[k])
+            bound = bound - e[k] / 4 * mismatch**2 * variance
+            variance = (1 + e[k] * (u - 1)) ** 2 * variance + 2 * e[k]
+        loss = variance / (2 * width**2) - bound
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return variance.detach().sqrt(), bound.detach()
+
+
+def test_geometric_schedule_allows_sharper_policies():
+    """With the same last step as the fourth power of the cosine, at a larger entropy bound."""
+    cosine = [(e * 4 - 0.001) / 0.999 for e in cosine_schedule(4)]  # squared cosines
+    fourth = [(0.999 * squared**2 + 0.001) / 4 for squared in cosine]
+    std, bound = sharpest(geometric_schedule(4, fourth[-1]), width=0.05)
+    fourth_std, fourth_bound = sharpest(fourth, width=0.05)
+    assert std < 0.95 * fourth_std
+    assert bound > fourth_bound + 1
 
 
 LINEAR_POLICIES = {
@@ -187,7 +226,7 @@ class Path(NamedTuple):
 
 
 def path_of(policy, chain, noise):
-    e = torch.tensor(cosine_schedule(policy.num_steps, POWER))[:, None, None]
+    e = torch.tensor(cosine_schedule(policy.num_steps))[:, None, None]
     x = chain.latents.transpose(0, 1)
     u = chain.controls.transpose(0, 1)
     y = denoising_step(policy, x, u, e).mean + (2 * e).sqrt() * noise[1:]
@@ -336,7 +375,7 @@ def test_kl_step_by_step():
     mean_of_chains = torch.zeros(BATCH)
     embedded = policy.embed(obs)
     for j in range(3):
-        for k, e in enumerate(cosine_schedule(4, POWER)):
+        for k, e in enumerate(cosine_schedule(4)):
             x = latents[:, j, k]
             old = denoising_step(policy, x, controls[:, j, k], torch.tensor(e))
             new = denoising_step(policy, x, plain_control(policy, obs, x, k), torch.tensor(e))
@@ -389,7 +428,7 @@ def test_ode_keeps_or_sharpens_the_marginal(variance):
     ode_variances = [ode_variance(policy, 0.5) for policy in policies]
     sde_variances = [policy.marginals().variances[-1] for policy in policies]
     # what is left of the data where noising ends
-    total_step = sum(cosine_schedule(2048, POWER))
+    total_step = sum(cosine_schedule(2048))
     unreached = abs(variance / eta**2 - 1) * math.exp(-2 * total_step / eta**2)
     for reached in (ode_variances, sde_variances):
         coarse = 2 * reached[1] - reached[0]  # Richardson: errors of 1 / N^2
@@ -409,7 +448,7 @@ def test_ode_step_by_hand():
     start = torch.randn(6, ACTION_DIM)
     for c in (0.5, 1.0, 1.7):
         x = start
-        for k, e in enumerate(cosine_schedule(4, POWER)):
+        for k, e in enumerate(cosine_schedule(4)):
             score = plain_control(policy, obs, x, k) / 2 - x / policy.eta**2
             x = x + e * (x / policy.eta**2 + 2 * c * score)
         assert_close(ode_action(policy, obs, start, c), x.tanh())

@@ -80,7 +80,7 @@ class MixturePolicy:
     def __init__(self, eta, num_steps):
         self.eta = eta
         self.num_steps = num_steps
-        self.schedule = trudi.cosine_schedule(num_steps, power=2)
+        self.schedule = trudi.cosine_schedule(num_steps)
         self.step_sizes = torch.tensor(self.schedule)
         scales = [eta] + [math.sqrt(2 * e) for e in self.schedule]
         self.noise_scales = torch.tensor(scales)
