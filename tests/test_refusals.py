@@ -142,6 +142,12 @@ def test_bad_settings_of_critic_and_policy(script, flags, names, tmp_path):
     assert not folder.exists()
 
 
+def test_denoising_steps_that_would_grow(tmp_path):
+    names = ["last_step", "diffusion_steps", "0.25"]
+    flags = ["--diffusion-steps", 4, "--last-step", 0.3]
+    refused(*TINY, *CLOCK, "--run-dir", tmp_path / "run", *flags, names=names)
+
+
 @pytest.mark.parametrize("script", SCRIPTS[:2], ids=lambda script: script.SCRIPT)
 def test_the_entropy_target_has_no_sign(script):
     for value in (-1.5, 0.0, 1.5):
