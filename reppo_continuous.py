@@ -272,6 +272,7 @@ def parse_args(argv=None):
         saved = Args(**checkpoint["args"])
         backend = saved.backend
         defaults = replace(saved, run_dir="", resume="", evaluate="", track=False)
+        defaults.cudagraphs = saved.cudagraphs and not given.evaluate  # they are for training
         defaults.torch_threads = min(saved.torch_threads, os.cpu_count())  # of this machine
     else:
         backend, suite = choose_backend(given.env_id, given.backend, device)
@@ -618,6 +619,9 @@ def join_processes(args):
         stop("--evaluate and --cudagraphs work in one process, without torchrun")
     if args.num_envs % num_processes != 0:
         stop(f"num_envs {args.num_envs} cannot be shared by {num_processes} processes")
+    batch_size = args.num_envs * args.num_steps // num_processes
+    if batch_size % args.num_minibatches != 0:
+        stop(f"num_minibatches must divide the {batch_size} steps of each process")
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(hours=2))  # some wait for an evaluation
     if dist.get_rank() > 0:  # the first process speaks for all, and listens
@@ -1274,6 +1278,8 @@ def restore(checkpoint, args, agent, optimizers=(), generator=None):
     if generator is not None:
         for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(state)
+            for group in optimizer.param_groups:
+                group["capturable"] = args.cudagraphs
             rate = optimizer.param_groups[0]["lr"]
             if torch.is_tensor(rate):
                 optimizer.param_groups[0]["lr"] = rate.to(args.device)

@@ -287,6 +287,15 @@ def test_refusals(tmp_path):
     assert "num_envs 4 cannot be shared by 3 processes" in out
 
 
+def test_minibatches_must_divide_the_steps_of_each_process(monkeypatch, capsys):
+    import trudi_continuous as trudi
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        trudi.join_processes(trudi.Args(num_envs=4, num_steps=4, num_minibatches=16))
+    assert "num_minibatches must divide the 8 steps of each process" in capsys.readouterr().err
+
+
 def test_each_process_sees_its_own_gpu(monkeypatch, tmp_path, capsys):
     import trudi_continuous as trudi
 

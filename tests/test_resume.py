@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -418,3 +419,23 @@ def test_a_kill_during_the_repair_loses_no_rows(clock, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         extras.drop_rows_after(folder / "metrics.csv", 2 * BATCH)
     assert (folder / "metrics.csv").read_bytes() == before
+
+
+def test_graphs_may_be_switched_on_at_resume_and_are_not_for_evaluation(monkeypatch):
+    agent = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(agent.parameters())
+    generator = torch.Generator()
+    checkpoint = {
+        "agent": agent.state_dict(),
+        "optimizers": [optimizer.state_dict()],
+        "generator": generator.get_state(),
+        "progress": {"step": 0},
+        "args": asdict(trudi.Args(device="cuda", backend="envpool", cudagraphs=True)),
+    }
+    args = trudi.Args(cudagraphs=True)
+    trudi.restore(checkpoint, args, agent, [optimizer], generator)
+    assert all(group["capturable"] for group in optimizer.param_groups)
+
+    monkeypatch.setattr(trudi, "load_checkpoint", lambda given: checkpoint)
+    args, _ = trudi.parse_args(["--evaluate", "best.pt", "--device", "cpu"])
+    assert not args.cudagraphs
