@@ -136,6 +136,8 @@ class Args:
     eval_episodes: int = 16  # episodes per evaluation, in environments of their own
     eval_env_id: str = ""  # another task to evaluate on, of the same shapes; empty: env_id
     eval_sampler: Literal["ode", "sde", "best-of-k"] = "ode"  # how actions are chosen, see act
+    # when the ODE draws the noise that it starts from; anew at each step it makes an arm tremble
+    eval_start: Literal["episode", "step"] = "step"
     eval_score_scale: float = 1.0  # score scale c of the ODE
     eval_best_of: int = 10  # samples that best-of-k chooses from
 
@@ -974,6 +976,8 @@ def act(agent, obs, sampler, args, generator):
     if sampler == "ode":
         c = args.eval_score_scale
         embedded = policy.embed(obs)
+        if args.eval_start == "episode":  # each row has the same noise at every step
+            generator = torch.Generator(generator.device).manual_seed(generator.initial_seed())
         x = policy.eta * policy.noise(obs.shape[0], generator)[0]
         for k, e in enumerate(policy.schedule):
             u = policy.control_scales[k] * policy.control(embedded[k], x)

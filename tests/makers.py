@@ -82,7 +82,7 @@ def ode_action(policy, obs, start, score_scale):
     fixed_policy = copy.copy(policy)
     fixed_policy.noise = fixed_noise
     agent = SimpleNamespace(policy=fixed_policy)
-    args = SimpleNamespace(eval_score_scale=score_scale)
+    args = SimpleNamespace(eval_score_scale=score_scale, eval_start="step")
     return trudi.act(agent, obs, "ode", args, None)
 
 

@@ -29,6 +29,7 @@ from torch.testing import assert_close
 
 from trudi_continuous import (
     DiffusionPolicy,
+    act,
     cosine_schedule,
     entropy_bound,
     geometric_schedule,
@@ -452,3 +453,18 @@ def test_ode_step_by_hand():
             score = plain_control(policy, obs, x, k) / 2 - x / policy.eta**2
             x = x + e * (x / policy.eta**2 + 2 * c * score)
         assert_close(ode_action(policy, obs, start, c), x.tanh())
+
+
+def test_the_ode_keeps_its_start_for_an_episode():
+    agent = make_agent(make_args())
+    obs = torch.randn(1, OBS_DIM).expand(6, -1)  # six environments in the same state
+    generator = torch.Generator().manual_seed(3)
+    actions = {}
+    for eval_start in ("episode", "step"):
+        args = make_args(eval_start=eval_start)
+        actions[eval_start] = [act(agent, obs, "ode", args, generator) for _ in range(2)]
+    first, second = actions["episode"]
+    assert_close(first, second)
+    assert len(first.unique(dim=0)) == 6, "each environment has a start of its own"
+    first, second = actions["step"]
+    assert (first != second).any(dim=1).all()
