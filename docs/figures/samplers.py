@@ -131,7 +131,7 @@ class MixturePolicy:
 def sample(policy, sampler, score_scale, batch_size, seed=0):
     """Chains of the script's own sampler: x_0 to x_N (N + 1, B)"""
     agent = SimpleNamespace(policy=policy)
-    args = SimpleNamespace(eval_score_scale=score_scale)
+    args = SimpleNamespace(eval_score_scale=score_scale, eval_start="step")
     generator = torch.Generator().manual_seed(seed)
     action = trudi.act(agent, torch.zeros(batch_size, 1), sampler, args, generator)
     return torch.stack([*policy.path, action.atanh()])[..., 0]
